@@ -1,0 +1,50 @@
+"""Identifiers: uids, instance ids, operation ids, short names. The only home of randomness.
+
+A `Ids` object is passed to whoever needs new identifiers, so that a simulation can replay them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+import uuid
+
+INSTANCE_LENGTH = 6
+SHORT_UID_LENGTH = 10
+INSTANCE_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
+INSTANCE_PATTERN = re.compile(r"^[a-z0-9]{6}$")
+
+
+class Ids:
+    """New identifiers. `seed` makes them reproducible; without it they are unguessable."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random: random.Random = (
+            secrets.SystemRandom() if seed is None else random.Random(seed)  # noqa: S311
+        )
+
+    def uid(self) -> str:
+        """Return a random UUID (version 4) in text form."""
+        return str(uuid.UUID(int=self._random.getrandbits(128), version=4))
+
+    def instance(self) -> str:
+        """Return a node instance id: 6 characters of a-z and 2-9 without look-alikes."""
+        return "".join(self._random.choice(INSTANCE_ALPHABET) for _ in range(INSTANCE_LENGTH))
+
+    def operation(self) -> str:
+        """Return an operation id, `op-` and 12 hexadecimal digits."""
+        return f"op-{self._random.getrandbits(48):012x}"
+
+    def nonce(self) -> str:
+        """Return 8 hexadecimal digits that tell two incarnations of a thing apart."""
+        return f"{self._random.getrandbits(32):08x}"
+
+    def jitter(self, low: float, high: float) -> float:
+        """Return a number between `low` and `high`, for back-off."""
+        return self._random.uniform(low, high)
+
+
+def short_uid(uid: str) -> str:
+    """Return the first 10 hexadecimal digits of a UUID, for names with a tight length limit."""
+    return uid.replace("-", "")[:SHORT_UID_LENGTH]
