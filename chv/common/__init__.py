@@ -1,1 +1,1 @@
-"""What every CHV process shares: wire types, RPC, store, processes. A leaf: imports nothing of ours."""
+"""What every CHV process shares: wire types, RPC, store, processes. Imports nothing of ours."""
