@@ -1,0 +1,111 @@
+"""Field types that several APIs share. Every string, number and list is bounded here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from chv.common.rpc import Method
+
+API_VERSION = "compute.chv.dev/v1alpha1"
+# The agent and its daemons agree on one of these in Hello; the compatibility matrix decides.
+PROTOCOL_VERSIONS = (1,)
+GENERATION_MAX = 2**53  # exact in JSON numbers everywhere
+
+Uid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+OperationId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:-]+$")]
+Generation = Annotated[int, Meta(ge=0, le=GENERATION_MAX)]
+# RFC 1123 label, as Kubernetes names objects.
+Name = Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
+Text = Annotated[str, Meta(max_length=4096)]
+ShortText = Annotated[str, Meta(max_length=256)]
+PathText = Annotated[str, Meta(max_length=4096, pattern=r"^(/[^\x00\n]*)?$")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Mac = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}$")]
+Ipv4 = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}$", max_length=15)]
+Ipv4Cidr = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}/\d{1,2}$", max_length=18)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+HostUid = Annotated[int, Meta(ge=0, le=2**32 - 2)]
+SizeBytes = Annotated[int, Meta(ge=0, le=2**60)]
+Mtu = Annotated[int, Meta(ge=576, le=9000)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of request parameters: an unknown field is an error."""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of results: a newer peer may add fields."""
+
+
+class CallMeta(Message):
+    """Who asks and for which generation of the object that the call names.
+
+    An older generation is refused with STALE_GENERATION, an equal one gets the same answer again,
+    a newer one does the work.
+    """
+
+    operation_id: OperationId
+    generation: Generation
+
+
+class Empty(Message):
+    """No parameters."""
+
+
+class Done(Reply):
+    """Nothing to say beyond success."""
+
+
+class HelloRequest(Message):
+    """First call on a connection."""
+
+    versions: Annotated[list[int], Meta(max_length=16)] = list(PROTOCOL_VERSIONS)
+    client: ShortText = ""
+
+
+class HelloReply(Reply):
+    """What the daemon is; `state` is `recovering` until it has re-read the world."""
+
+    daemon: str
+    version: str
+    protocol: int
+    instance: str
+    boot_id: str
+    pid: int
+    state: str  # ready | recovering
+    features: dict[str, str] = {}
+
+
+class CensusItem(Reply):
+    """One thing of this instance that a daemon found in the kernel or on disk.
+
+    `known`: a record of ours explains it. `owner` is the uid that its name carries, where it can
+    be told.
+    """
+
+    kind: str  # process | netns | link | nft | socket | mount | file | cgroup
+    name: str
+    owner: str = ""
+    known: bool = True
+    detail: str = ""
+
+
+class CensusReply(Reply):
+    """Everything of this daemon's kinds, whether known or not."""
+
+    items: list[CensusItem] = []
+
+
+class Feature(Reply):
+    """One probed ability and what the probe saw."""
+
+    name: str
+    present: bool
+    detail: str = ""
+
+
+HELLO = Method("Hello", HelloRequest, HelloReply, timeout_s=5.0, mutating=False)
+CENSUS = Method("Census", Empty, CensusReply, timeout_s=15.0, mutating=False)
