@@ -1,4 +1,4 @@
-"""The API of chv-nwd: tenant networks, NICs, connections into a guest. No storage, no VM life cycle.
+"""The API of chv-nwd: tenant networks, NICs, connections into a guest. No storage, no VM life.
 
 Addresses are text; ports are TCP unless said otherwise. File descriptors come by SCM_RIGHTS.
 """
@@ -193,9 +193,7 @@ class NwdHealth(Reply):
     warnings: list[str] = []
 
 
-ENSURE_NETWORK = Method(
-    "EnsureNetworkTopology", EnsureNetworkTopology, NetworkInfo, timeout_s=20.0
-)
+ENSURE_NETWORK = Method("EnsureNetworkTopology", EnsureNetworkTopology, NetworkInfo, timeout_s=20.0)
 CHECK_NETWORK = Method(
     "CheckNetworkTopology", CheckNetworkTopology, Done, timeout_s=5.0, mutating=False
 )

@@ -1,0 +1,376 @@
+"""The agent's local API, which the CLI and the executor speak.
+
+Objects travel as JSON of `chv.common.wire.resources`. Durations are seconds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from chv.common.errors import ErrorData
+from chv.common.rpc import Method
+from chv.common.wire.types import (
+    CENSUS,
+    HELLO,
+    Done,
+    Empty,
+    Feature,
+    Message,
+    Name,
+    PathText,
+    Port,
+    Reply,
+    Sha256,
+    ShortText,
+)
+
+OBJECTS_MAX = 200
+LOG_LINES_MAX = 10_000
+WAIT_S_MAX = 3600.0
+
+Kind = Annotated[str, Meta(pattern="^(VirtualMachine|Volume|Network|Image)$")]
+
+
+class Apply(Message):
+    """Make the objects so. All are checked before the first is stored."""
+
+    objects: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=OBJECTS_MAX)]
+    requester: ShortText
+    reason: ShortText = ""
+    dry_run: bool = False
+    idempotency_key: ShortText = ""
+
+
+class AppliedObject(Reply):
+    """`action`: created | configured | unchanged. `operation_id` is empty where unchanged."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    action: str
+    operation_id: str = ""
+
+
+class ApplyReply(Reply):
+    """In the order in which the objects were applied."""
+
+    results: list[AppliedObject]
+
+
+class ObjectRef(Message):
+    """One object by name."""
+
+    kind: Kind
+    name: Name
+    namespace: Name = "default"
+
+
+class ObjectReply(Reply):
+    """The object as JSON, with how old the observation behind its status is."""
+
+    object: msgspec.Raw
+    age_s: float = 0.0
+
+
+class ListObjects(Message):
+    """All objects of a kind; namespace empty means all of them."""
+
+    kind: Kind
+    namespace: Name | str = ""
+
+
+class ListReply(Reply):
+    """Answered from memory; never waits for a VMM."""
+
+    items: list[msgspec.Raw] = []
+    age_s: float = 0.0
+
+
+class DeleteObject(Message):
+    """Delete from any state. An object in use is refused with IN_USE."""
+
+    kind: Kind
+    name: Name
+    namespace: Name = "default"
+    uid: str = ""  # where given, only this very object
+    requester: ShortText
+    reason: ShortText = ""
+
+
+class VmVerb(StrEnum):
+    """`stop` asks the guest, then kills; `restart` is stop and start; `reset` is the button."""
+
+    START = "start"
+    STOP = "stop"
+    RESTART = "restart"
+    RESET = "reset"
+
+
+class ActOnVm(Message):
+    """A verb on a VM. `force` of stop and restart skips the question to the guest."""
+
+    verb: VmVerb
+    name: Name
+    namespace: Name = "default"
+    requester: ShortText
+    reason: ShortText = ""
+    force: bool = False
+    idempotency_key: ShortText = ""
+
+
+class OperationState(StrEnum):
+    """Pending and Running are live; the others are final."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    CANCELLED = "Cancelled"
+    SUPERSEDED = "Superseded"  # a newer generation or verb took over
+
+
+class OperationStep(Reply):
+    """One step of an operation. Times are RFC 3339; `outcome`: running | done | failed."""
+
+    name: str
+    started_at: str
+    ended_at: str = ""
+    outcome: str = "running"
+    message: str = ""
+
+
+class Operation(Reply):
+    """Who asked for what, what was done, and how it ended."""
+
+    id: str
+    verb: str
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    requester: str
+    reason: str = ""
+    state: OperationState = OperationState.PENDING
+    created_at: str = ""
+    started_at: str = ""
+    ended_at: str = ""
+    message: str = ""
+    error: ErrorData | None = None
+    steps: list[OperationStep] = []
+
+
+class OperationReply(Reply):
+    """`joined`: an identical request was already under way and this is it."""
+
+    operation: Operation
+    joined: bool = False
+
+
+class OperationRef(Message):
+    """One operation."""
+
+    operation_id: Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ListOperations(Message):
+    """Newest first; filters where not empty."""
+
+    kind: str = ""
+    namespace: str = ""
+    name: str = ""
+    active_only: bool = False
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 50
+
+
+class ListOperationsReply(Reply):
+    """Operations without their steps."""
+
+    operations: list[Operation] = []
+
+
+class WaitOperation(Message):
+    """Answer when the operation is final, or with DEADLINE_EXCEEDED."""
+
+    operation_id: Annotated[str, Meta(min_length=1, max_length=64)]
+    timeout_s: Annotated[float, Meta(gt=0, le=WAIT_S_MAX)] = 60.0
+
+
+class WaitCondition(Message):
+    """Answer when `condition` (a condition type, `phase=NAME`, or `deleted`) holds.
+
+    Fails early with FAILED_PRECONDITION when the object can no longer get there by itself.
+    """
+
+    kind: Kind
+    name: Name
+    namespace: Name = "default"
+    condition: Annotated[str, Meta(min_length=1, max_length=128)]
+    status: Annotated[str, Meta(pattern="^(True|False|Unknown)$")] = "True"
+    timeout_s: Annotated[float, Meta(gt=0, le=WAIT_S_MAX)] = 60.0
+
+
+class DaemonStatus(Reply):
+    """A daemon as the agent supervises it."""
+
+    name: str
+    state: str  # starting | ready | recovering | failed | stopped
+    pid: int = 0
+    restarts: int = 0
+    since: str = ""
+    message: str = ""
+
+
+class VmmProbe(Reply):
+    """What a try-boot of each VMM and accelerator showed on this host boot."""
+
+    name: str
+    usable: bool
+    accelerator: str = ""
+    version: str = ""
+    reason: str = ""
+
+
+class NodeCondition(Reply):
+    """A predicate of the node."""
+
+    type: str
+    status: str
+    reason: str
+    message: str = ""
+    since: str = ""
+
+
+class NodeStatusReply(Reply):
+    """`chv node status`."""
+
+    name: str
+    instance: str
+    state: str
+    since: str
+    version: str
+    pid: int
+    boot_id: str
+    run_dir: str
+    state_dir: str
+    daemons: list[DaemonStatus] = []
+    vmms: list[VmmProbe] = []
+    conditions: list[NodeCondition] = []
+    features: list[Feature] = []
+    counts: dict[str, int] = {}
+    transitions: list[str] = []  # newest last, `TIME FROM -> TO: reason`
+
+
+class OpenGuest(Message):
+    """A TCP connection to a declared port of the guest; the socket comes back by SCM_RIGHTS."""
+
+    name: Name
+    namespace: Name = "default"
+    port: Port = 22
+    interface: Name | str = ""
+    timeout_s: Annotated[float, Meta(gt=0, le=30)] = 5.0
+
+
+class OpenGuestReply(Reply):
+    """Ends of the connection in the network's namespace."""
+
+    local: str
+    remote: str
+
+
+class GuestAccessReply(Reply):
+    """How `chv ssh` gets in. `host_key` is one OpenSSH public key line."""
+
+    user: str
+    port: int
+    address: str
+    host_key: str
+    identity_file: str
+
+
+class ReadLogs(Message):
+    """Lines of `vm/NAME` (the serial console) or `daemon/NAME`, then new ones if `follow`."""
+
+    target: Annotated[str, Meta(pattern=r"^(vm|daemon)/[a-z0-9-]{1,63}$")]
+    namespace: Name = "default"
+    tail_lines: Annotated[int, Meta(ge=0, le=LOG_LINES_MAX)] = 200
+    follow: bool = False
+
+
+class LogChunk(Reply):
+    """Text as it was written; bytes that are not UTF-8 are replaced."""
+
+    text: str
+
+
+class ImportImage(Message):
+    """Import one artifact of an image from a file on the node and (re)define the Image."""
+
+    name: Name
+    namespace: Name = "default"
+    artifact: Annotated[str, Meta(pattern="^(kernel|initramfs|disk)$")] = "disk"
+    path: Annotated[PathText, Meta(min_length=2)]
+    format: Annotated[str, Meta(pattern="^(raw|qcow2)$")] = "raw"
+    sha256: Sha256 | str = ""  # empty: computed and pinned
+    requester: ShortText
+
+
+class ImportImageReply(Reply):
+    """What was stored."""
+
+    sha256: str
+    size_bytes: int
+    operation_id: str = ""
+
+
+class Progress(Reply):
+    """Progress of a long call."""
+
+    step: str
+    done: int = 0
+    total: int = 0
+
+
+APPLY = Method("Apply", Apply, ApplyReply, timeout_s=30.0)
+GET = Method("Get", ObjectRef, ObjectReply, timeout_s=5.0, mutating=False)
+LIST = Method("List", ListObjects, ListReply, timeout_s=5.0, mutating=False)
+DELETE = Method("Delete", DeleteObject, OperationReply)
+ACT_ON_VM = Method("ActOnVm", ActOnVm, OperationReply)
+GET_OPERATION = Method("GetOperation", OperationRef, OperationReply, mutating=False)
+LIST_OPERATIONS = Method("ListOperations", ListOperations, ListOperationsReply, mutating=False)
+WAIT_OPERATION = Method("WaitOperation", WaitOperation, OperationReply, 3610.0, mutating=False)
+WAIT_CONDITION = Method("WaitCondition", WaitCondition, ObjectReply, 3610.0, mutating=False)
+NODE_STATUS = Method("GetNodeStatus", Empty, NodeStatusReply, timeout_s=5.0, mutating=False)
+RESET_NODE = Method("ResetNode", Empty, Done)  # an operator's way out of Failed
+OPEN_GUEST = Method("OpenGuestConnection", OpenGuest, OpenGuestReply, 35.0, mutating=False, fds=1)
+GET_GUEST_ACCESS = Method("GetGuestAccess", ObjectRef, GuestAccessReply, mutating=False)
+READ_LOGS = Method(
+    "ReadLogs", ReadLogs, Done, timeout_s=float("inf"), mutating=False, events=LogChunk
+)
+IMPORT_IMAGE = Method("ImportImage", ImportImage, ImportImageReply, 3600.0, events=Progress)
+
+METHODS = (
+    HELLO,
+    CENSUS,
+    APPLY,
+    GET,
+    LIST,
+    DELETE,
+    ACT_ON_VM,
+    GET_OPERATION,
+    LIST_OPERATIONS,
+    WAIT_OPERATION,
+    WAIT_CONDITION,
+    NODE_STATUS,
+    RESET_NODE,
+    OPEN_GUEST,
+    GET_GUEST_ACCESS,
+    READ_LOGS,
+    IMPORT_IMAGE,
+)

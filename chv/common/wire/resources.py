@@ -1,0 +1,435 @@
+"""The resources: VirtualMachine, Volume, Network, Image as msgspec structs in camelCase.
+
+One schema for `chv apply`, the agent's API and, later, CRDs: nothing here goes beyond what a
+CRD structural schema can say (no tagged unions, quantities are strings). Types only; parsing and
+the rules that span fields live in `chv.common.wire.manifest`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from chv.common.wire.types import (
+    API_VERSION,
+    GENERATION_MAX,
+    Ipv4,
+    Ipv4Cidr,
+    Mac,
+    Mtu,
+    Name,
+    PathText,
+    Port,
+    Sha256,
+    Text,
+)
+
+DISKS_MAX = 16
+INTERFACES_MAX = 8
+SSH_KEYS_MAX = 32
+GUEST_PORTS_MAX = 16
+CPUS_MAX = 64
+
+Quantity = Annotated[
+    str, Meta(min_length=1, max_length=32, description="Kubernetes quantity: 512Mi, 2Gi")
+]
+Duration = Annotated[
+    str, Meta(pattern=r"^[0-9]{1,6}(ms|s|m|h)$", description="duration: 500ms, 30s, 5m, 2h")
+]
+LabelValue = Annotated[str, Meta(max_length=63)]
+LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
+
+
+class Struct(msgspec.Struct, kw_only=True, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Base of everything in a manifest."""
+
+
+class OwnerReference(Struct):
+    """As in Kubernetes: the object goes when its owner goes."""
+
+    api_version: str
+    kind: str
+    name: Name
+    uid: str
+    controller: bool = False
+    block_owner_deletion: bool = False
+
+
+class ObjectMeta(Struct, omit_defaults=True):
+    """Standard object metadata; the server fills what a user cannot know."""
+
+    name: Name
+    namespace: Name = "default"
+    uid: str = ""
+    generation: Annotated[int, Meta(ge=0, le=GENERATION_MAX)] = 0
+    resource_version: Annotated[str, Meta(max_length=32)] = ""
+    labels: Annotated[dict[LabelKey, LabelValue], Meta(max_length=64)] = {}
+    annotations: Annotated[dict[LabelKey, Text], Meta(max_length=64)] = {}
+    finalizers: Annotated[list[LabelKey], Meta(max_length=16)] = []
+    owner_references: Annotated[list[OwnerReference], Meta(max_length=8)] = []
+    creation_timestamp: str = ""
+    deletion_timestamp: str = ""
+    managed_fields: Any = None  # taken from a file and ignored, as the design says
+
+
+class ConditionStatus(StrEnum):
+    """Unknown is a state of its own: silence is not an answer."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Condition(Struct):
+    """One fact, with the evidence that it rests on and when that was last seen."""
+
+    type: str
+    status: ConditionStatus
+    reason: str
+    message: str = ""
+    evidence: str = ""
+    observed_generation: int = 0
+    last_transition_time: str = ""
+    last_probe_time: str = ""
+
+
+# --- Image
+
+
+class ImageFormat(StrEnum):
+    """Disk formats; declared, never probed."""
+
+    RAW = "raw"
+    QCOW2 = "qcow2"
+
+
+class ImageFile(Struct):
+    """A file on the node, pinned by its checksum."""
+
+    path: Annotated[PathText, Meta(min_length=2)]
+    sha256: Sha256
+
+
+class ImageDisk(Struct):
+    """A disk image on the node, pinned by its checksum, in a declared format."""
+
+    path: Annotated[PathText, Meta(min_length=2)]
+    sha256: Sha256
+    format: ImageFormat
+
+
+class ImageSpec(Struct, omit_defaults=True):
+    """Either `builtin` or at least one of kernel, initramfs, disk."""
+
+    builtin: Annotated[str, Meta(pattern="^(tiny)?$")] = ""
+    kernel: ImageFile | None = None
+    initramfs: ImageFile | None = None
+    disk: ImageDisk | None = None
+
+
+class ArtifactStatus(Struct):
+    """One stored artifact."""
+
+    sha256: str
+    size_bytes: int
+    format: str
+    path: str = ""
+
+
+class ImageStatus(Struct, omit_defaults=True):
+    """What is stored of the image."""
+
+    observed_generation: int = 0
+    phase: str = "Pending"  # Pending | Importing | Ready | Failed | Deleting
+    kernel: ArtifactStatus | None = None
+    initramfs: ArtifactStatus | None = None
+    disk: ArtifactStatus | None = None
+    conditions: list[Condition] = []
+
+
+# --- Volume
+
+
+class VolumeClass(StrEnum):
+    """Storage classes; more come with their backends."""
+
+    FILE = "file"
+
+
+class VolumeSourceSpec(Struct):
+    """The volume starts as the disk of an Image."""
+
+    image: Name
+
+
+class VolumeSpec(Struct, omit_defaults=True):
+    """A disk. `size` may only grow; `format`, `class` and `source` are fixed at creation."""
+
+    class_: Annotated[VolumeClass, Meta(description="storage class")] = msgspec.field(
+        name="class", default=VolumeClass.FILE
+    )
+    format: ImageFormat = ImageFormat.QCOW2
+    size: Quantity
+    source: VolumeSourceSpec | None = None
+
+
+class VolumeStatus(Struct, omit_defaults=True):
+    """The volume as stord reports it."""
+
+    observed_generation: int = 0
+    phase: str = "Pending"  # Pending | Ready | Attached | Failed | Deleting
+    size_bytes: int = 0
+    allocated_bytes: int = 0
+    attached_to: str = ""  # namespace/name of the VM
+    conditions: list[Condition] = []
+
+
+# --- Network
+
+
+class UplinkModeSpec(StrEnum):
+    """`NAT`: out through the node's uplink, nothing in. `None`: isolated."""
+
+    NAT = "NAT"
+    NONE = "None"
+
+
+class NetworkDns(Struct, omit_defaults=True):
+    """DNS of the network. `domain` empty: `<name>.<namespace>.internal`."""
+
+    domain: Annotated[str, Meta(max_length=253)] = ""
+    forwarders: Annotated[list[Ipv4], Meta(max_length=4)] = []
+
+
+class NetworkSpec(Struct, omit_defaults=True):
+    """A tenant network; `subnet` is fixed at creation."""
+
+    subnet: Ipv4Cidr
+    gateway: Annotated[str, Meta(max_length=15)] = ""
+    mtu: Mtu = 1450
+    uplink: UplinkModeSpec = UplinkModeSpec.NAT
+    dns: NetworkDns = NetworkDns()
+
+
+class NetworkStatus(Struct, omit_defaults=True):
+    """The network as nwd reports it."""
+
+    observed_generation: int = 0
+    phase: str = "Pending"  # Pending | Ready | Degraded | Failed | Deleting
+    netns: str = ""
+    gateway: str = ""
+    domain: str = ""
+    nics: int = 0
+    conditions: list[Condition] = []
+
+
+# --- VirtualMachine
+
+
+class RunStrategy(StrEnum):
+    """When the VM runs (KubeVirt's names)."""
+
+    ALWAYS = "Always"  # also after the guest's own power-off
+    RERUN_ON_FAILURE = "RerunOnFailure"
+    MANUAL = "Manual"  # only by start and stop
+    HALTED = "Halted"
+
+
+class VmmChoice(StrEnum):
+    """Which VMM; `auto` is decided once per VM, stored, and never changes under it."""
+
+    AUTO = "auto"
+    CLOUD_HYPERVISOR = "cloud-hypervisor"
+    QEMU = "qemu"
+
+
+class BootSpec(Struct, omit_defaults=True):
+    """Direct kernel boot from `image`; without it the first disk boots through the firmware."""
+
+    image: Annotated[str, Meta(max_length=63)] = ""
+    cmdline: Annotated[
+        str, Meta(max_length=1024, pattern=r"^[\x20-\x7e]*$", description="appended")
+    ] = ""
+
+
+class DiskSpec(Struct, omit_defaults=True):
+    """A volume of the same namespace as a virtio-blk disk."""
+
+    name: Name
+    volume: Name
+    read_only: bool = False
+
+
+class InterfaceSpec(Struct, omit_defaults=True):
+    """A virtio-net NIC on a network of the same namespace; empty mac, address: chosen once."""
+
+    name: Name
+    network: Name
+    mac: Mac | str = ""
+    address: Annotated[str, Meta(max_length=15)] = ""
+
+
+class CloudInitSpec(Struct, omit_defaults=True):
+    """What the guest learns from its seed disk (NoCloud). `hostname` empty: the VM's name."""
+
+    hostname: Annotated[str, Meta(max_length=63)] = ""
+    ssh_authorized_keys: Annotated[
+        list[Annotated[str, Meta(max_length=8192)]], Meta(max_length=SSH_KEYS_MAX)
+    ] = []
+    user_data: Annotated[str, Meta(max_length=65536)] = ""
+
+
+class VirtualMachineSpec(Struct, omit_defaults=True):
+    """Desired state of a VM. Memory is always shared with the storage daemon."""
+
+    run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE
+    vmm: VmmChoice = VmmChoice.AUTO
+    cpus: Annotated[int, Meta(ge=1, le=CPUS_MAX)] = 1
+    memory: Quantity = "256Mi"
+    boot: BootSpec = BootSpec()
+    disks: Annotated[list[DiskSpec], Meta(max_length=DISKS_MAX)] = []
+    interfaces: Annotated[list[InterfaceSpec], Meta(max_length=INTERFACES_MAX)] = []
+    cloud_init: CloudInitSpec = CloudInitSpec()
+    guest_ports: Annotated[list[Port], Meta(max_length=GUEST_PORTS_MAX)] = [22]
+    shutdown_timeout: Duration = "30s"
+
+
+class VmPhase(StrEnum):
+    """A word for a table; the truth is in the conditions."""
+
+    PENDING = "Pending"
+    PREPARING = "Preparing"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    PAUSED = "Paused"
+    STOPPING = "Stopping"
+    STOPPED = "Stopped"
+    FAILED = "Failed"
+    DELETING = "Deleting"
+    UNKNOWN = "Unknown"
+
+
+class VmmStatus(Struct, omit_defaults=True):
+    """The VMM that was chosen for this VM, and why."""
+
+    name: str = ""
+    accelerator: str = ""
+    version: str = ""
+    reason: str = ""
+    pid: int = 0
+    started_at: str = ""
+
+
+class InterfaceStatus(Struct, omit_defaults=True):
+    """A NIC as nwd reports it."""
+
+    name: str
+    network: str
+    mac: str
+    address: str
+    tap: str = ""
+
+
+class DiskStatus(Struct, omit_defaults=True):
+    """A disk as stord reports it. `export` is `vhost-user-blk:PATH`."""
+
+    name: str
+    volume: str
+    export: str = ""
+    crash_class: str = ""
+
+
+class VirtualMachineStatus(Struct, omit_defaults=True):
+    """Observed state of a VM."""
+
+    observed_generation: int = 0
+    phase: VmPhase = VmPhase.PENDING
+    vmm: VmmStatus = VmmStatus()
+    interfaces: list[InterfaceStatus] = []
+    disks: list[DiskStatus] = []
+    restarts: int = 0
+    last_stop: str = ""  # how and why the VM stopped last, with the rung of the stop ladder
+    ssh_host_key: str = ""
+    conditions: list[Condition] = []
+
+
+# Types of VirtualMachine conditions in the order in which they become true.
+VM_CONDITIONS = (
+    "VolumesReady",
+    "NetworkReady",
+    "VMMRunning",
+    "GuestBooted",
+    "SSHReady",
+    "Paused",
+    "StorageLost",
+)
+
+
+class VirtualMachine(Struct):
+    """`chv get vm`."""
+
+    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
+    kind: Annotated[str, Meta(pattern="^VirtualMachine$")] = "VirtualMachine"
+    metadata: ObjectMeta
+    spec: VirtualMachineSpec
+    status: VirtualMachineStatus | None = None
+
+
+class Volume(Struct):
+    """`chv get volume`."""
+
+    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
+    kind: Annotated[str, Meta(pattern="^Volume$")] = "Volume"
+    metadata: ObjectMeta
+    spec: VolumeSpec
+    status: VolumeStatus | None = None
+
+
+class Network(Struct):
+    """`chv get network`."""
+
+    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
+    kind: Annotated[str, Meta(pattern="^Network$")] = "Network"
+    metadata: ObjectMeta
+    spec: NetworkSpec
+    status: NetworkStatus | None = None
+
+
+class Image(Struct):
+    """`chv get image`."""
+
+    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
+    kind: Annotated[str, Meta(pattern="^Image$")] = "Image"
+    metadata: ObjectMeta
+    spec: ImageSpec
+    status: ImageStatus | None = None
+
+
+Resource = VirtualMachine | Volume | Network | Image
+
+KINDS: dict[str, type[Resource]] = {
+    "VirtualMachine": VirtualMachine,
+    "Volume": Volume,
+    "Network": Network,
+    "Image": Image,
+}
+# In this order manifests are applied and, reversed, deleted.
+APPLY_ORDER = ("Image", "Network", "Volume", "VirtualMachine")
+KIND_ALIASES = {
+    "vm": "VirtualMachine",
+    "vms": "VirtualMachine",
+    "virtualmachine": "VirtualMachine",
+    "virtualmachines": "VirtualMachine",
+    "vol": "Volume",
+    "volume": "Volume",
+    "volumes": "Volume",
+    "net": "Network",
+    "network": "Network",
+    "networks": "Network",
+    "img": "Image",
+    "image": "Image",
+    "images": "Image",
+}

@@ -1,0 +1,153 @@
+"""The port through which the agent drives a VMM, whichever it is.
+
+A driver never spawns, kills or waits for a process: `launch` says what to start, the agent's
+process provider starts it, and the driver then talks to its sockets. Every method raises
+`Unavailable` where the monitor does not answer, `DeadlineExceeded` where it is too slow on a
+read, `OutcomeUnknown` where a command may or may not have been applied.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+
+class VmmState(StrEnum):
+    """What the VMM itself says about the guest."""
+
+    CREATED = "created"  # VMM is up, vCPUs have never run in this boot
+    RUNNING = "running"
+    PAUSED = "paused"
+    SHUTDOWN = "shutdown"  # the guest powered itself off; the VMM is still there
+    PANICKED = "panicked"
+    UNKNOWN = "unknown"
+
+
+class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A disk. `kind`: `vhost-user-blk` (path is the socket) or `file` (a raw, read-only file)."""
+
+    id: str
+    kind: str
+    path: str
+    read_only: bool = False
+    boot_index: int = 0  # 0: not bootable
+
+
+class NicConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A NIC whose tap comes as an open file descriptor."""
+
+    id: str
+    mac: str
+    mtu: int = 1450
+
+
+class VmmConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a VMM is started with. Pure data, stored with the VM's worker record."""
+
+    vm_id: str
+    name: str
+    worker_id: str  # must be found in the process's argv
+    cpus: int
+    memory_bytes: int
+    accelerator: str = ""  # kvm | tcg, as the probe found it; empty where it has no meaning
+    kernel: str = ""  # empty: firmware boot
+    initramfs: str = ""
+    cmdline: str = ""
+    disks: tuple[DiskConfig, ...] = ()
+    nics: tuple[NicConfig, ...] = ()
+    runtime_dir: str  # 0700, the VM's uid: sockets that the VMM makes
+    uuid: str  # SMBIOS system UUID: the VM's uid
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start. `nic_fds`: descriptor number in the child for each NIC id."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str] = {}
+    nic_fds: dict[str, int] = {}
+    groups: tuple[int, ...] = ()  # supplementary groups (kvm), beyond the VM's own
+
+
+class VmmObservation(msgspec.Struct, frozen=True, kw_only=True):
+    """`reason` and `evidence` say where the state comes from, e.g. `query-status: shutdown`."""
+
+    state: VmmState
+    reason: str = ""
+    evidence: str = ""
+    version: str = ""
+
+
+class DriverProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether this driver can run a guest here. A device node that exists proves nothing."""
+
+    driver: str
+    usable: bool
+    accelerator: str = ""
+    version: str = ""
+    reason: str = ""
+
+
+class ProbeGuest(msgspec.Struct, frozen=True, kw_only=True):
+    """The kernel (and initramfs) for a try-boot, and a directory for its sockets."""
+
+    kernel: str
+    initramfs: str
+    cmdline: str
+    work_dir: str
+
+
+class VmmDriver(Protocol):
+    """One VMM product. Stateless towards the VM except for cached connections."""
+
+    name: str
+
+    async def probe(self, guest: ProbeGuest | None) -> DriverProbe:
+        """Try the VMM (and KVM, by a try-boot of `guest` with a deadline); never raises."""
+        ...
+
+    def launch(self, config: VmmConfig) -> Launch:
+        """Return what to start. Pure; raises Unsupported or InvalidArgument."""
+        ...
+
+    async def observe(self, runtime_dir: Path) -> VmmObservation:
+        """Ask the monitor for the state."""
+        ...
+
+    async def boot(self, runtime_dir: Path) -> None:
+        """Let the vCPUs of a created VM run. Already running: no effect."""
+        ...
+
+    async def power_button(self, runtime_dir: Path) -> None:
+        """Press the ACPI power button once; success says nothing about the guest."""
+        ...
+
+    async def pause(self, runtime_dir: Path) -> None:
+        """Stop the vCPUs and read back that they stand."""
+        ...
+
+    async def resume(self, runtime_dir: Path) -> None:
+        """Let paused vCPUs run and read back that they do."""
+        ...
+
+    async def reset(self, runtime_dir: Path) -> None:
+        """Hard reset in the same VMM; a paused VM stays paused."""
+        ...
+
+    async def quit(self, runtime_dir: Path) -> None:
+        """Ask the VMM process to end at once; the caller watches the process."""
+        ...
+
+    async def await_disks(self, runtime_dir: Path, disk_ids: tuple[str, ...]) -> None:
+        """Return once the VMM is connected to these vhost-user disks again."""
+        ...
+
+    def serial_socket(self, runtime_dir: Path) -> Path:
+        """Return the Unix socket on which the VMM serves the serial console."""
+        ...
+
+    async def close(self, runtime_dir: Path) -> None:
+        """Drop a cached connection; the VM is not touched."""
+        ...
