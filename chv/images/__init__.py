@@ -1,0 +1,1 @@
+"""Image artifacts by their sha256: import, built-in images, removal. Knows no Image objects."""
