@@ -62,7 +62,9 @@ class Done(Reply):
 class HelloRequest(Message):
     """First call on a connection."""
 
-    versions: Annotated[list[int], Meta(max_length=16)] = list(PROTOCOL_VERSIONS)
+    versions: Annotated[list[int], Meta(max_length=16)] = msgspec.field(
+        default_factory=lambda: list(PROTOCOL_VERSIONS)
+    )
     client: ShortText = ""
 
 

@@ -1,0 +1,26 @@
+"""What tests share: waiting for something to become true, with a deadline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+T = TypeVar("T")
+POLL_S = 0.01
+
+
+async def wait_until(
+    probe: Callable[[], T | Awaitable[T]], *, timeout_s: float = 5.0, what: str = ""
+) -> T:
+    """Return the first true value of `probe`, plain or async; fail when none comes in time."""
+    with anyio.move_on_after(timeout_s):
+        while True:
+            seen = probe()
+            value = await seen if inspect.isawaitable(seen) else seen
+            if value:
+                return value
+            await anyio.sleep(POLL_S)
+    raise AssertionError(f"not true within {timeout_s:g} s: {what or probe}")
