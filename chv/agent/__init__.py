@@ -1,0 +1,1 @@
+"""The node agent: desired state, operations, reconcilers; it alone talks to VMMs."""
