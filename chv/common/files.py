@@ -1,9 +1,9 @@
 """Durable and guarded files: atomic writes, directories with exact modes, paths from outside.
 
 Everything here blocks: call it in a thread where a loop runs. A copy appears under its name
-complete and on the disk, or not at all; `progress` may raise to give up. Out of space is ResourceExhausted
-and leaves no half file; a failed fsync is DataLoss, after which the caller must not go on (the
-kernel may have dropped the pages). Other system errors pass as OSError.
+complete and on the disk, or not at all; `progress` may raise to give up. Out of space is
+ResourceExhausted and leaves no half file; a failed fsync is DataLoss, after which the caller
+must not go on (the kernel may have dropped the pages). Other system errors pass as OSError.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LOCK_ATTEMPTS_MAX = 10
 CHUNK_BYTES = 8 << 20
 Progress = Callable[[int, int], None]
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_TEMPORARY = re.compile(r"\.chv-[0-9a-f]{32}\.tmp\Z")
+_TEMPORARY = re.compile(r"\.chv-[0-9a-f]{32}\.tmp(-journal|-wal|-shm)?\Z")
 _IDS = Ids()
 _FICLONE = 0x40049409  # ioctl_ficlone(2)
 
