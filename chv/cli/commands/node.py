@@ -1,0 +1,68 @@
+"""`chv node status|reset`."""
+
+from __future__ import annotations
+
+import argparse
+
+from chv.cli import connect, output
+from chv.common.wire import agent
+from chv.common.wire.types import Empty
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Show the node's state and what it rests on."""
+    with connect.client(arguments.socket) as client:
+        node = client.call(agent.NODE_STATUS, Empty())
+    if arguments.output:
+        output.document(node, arguments.output)
+        return 0
+    print(f"Node {node.name}, instance {node.instance}, chv {node.version}")
+    print(f"  {node.state} for {output.age(node.since)}, agent pid {node.pid}")
+    print(f"  run {node.run_dir}, state {node.state_dir}")
+    counts = ", ".join(f"{count} {kind}" for kind, count in node.counts.items())
+    print(f"  {counts}\n")
+    output.table(
+        ["DAEMON", "STATE", "PID", "RESTARTS", "SINCE", "MESSAGE"],
+        [
+            [
+                entry.name,
+                entry.state,
+                str(entry.pid or "-"),
+                str(entry.restarts),
+                output.age(entry.since),
+                entry.message,
+            ]
+            for entry in node.daemons
+        ],
+    )
+    print()
+    output.table(
+        ["VMM", "USABLE", "ACCELERATOR", "VERSION", "REASON"],
+        [
+            [
+                entry.name,
+                "yes" if entry.usable else "no",
+                entry.accelerator or "-",
+                entry.version or "-",
+                entry.reason,
+            ]
+            for entry in node.vmms
+        ],
+    )
+    print()
+    output.table(
+        ["CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE"],
+        [
+            [entry.type, entry.status, entry.reason, output.age(entry.since), entry.message]
+            for entry in node.conditions
+        ],
+    )
+    return 0
+
+
+def reset(arguments: argparse.Namespace) -> int:
+    """Leave Failed: bootstrap again."""
+    with connect.client(arguments.socket) as client:
+        client.call(agent.RESET_NODE, Empty())
+    print("node reset")
+    return 0

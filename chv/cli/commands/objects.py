@@ -1,0 +1,138 @@
+"""`chv apply`, `get`, `describe`, `delete`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+
+from chv.cli import connect, manifests, operations, output, tables
+from chv.common.errors import InvalidArgument, NotFound
+from chv.common.rpc.blocking import BlockingClient
+from chv.common.wire import agent
+from chv.common.wire.resources import APPLY_ORDER, KIND_ALIASES
+
+
+def kind_of(text: str) -> str:
+    """Return the kind that a user means by `vm`, `VirtualMachine` or `virtualmachines`."""
+    kind = KIND_ALIASES.get(text.lower())
+    if kind is None:
+        known = "vm, volume, network, image"
+        raise InvalidArgument(f"unknown kind {text[:64]!r}", field="KIND", hint=f"one of {known}")
+    return kind
+
+
+def apply(arguments: argparse.Namespace) -> int:
+    """Apply manifests; everything is checked before anything is stored."""
+    timeout_s = operations.seconds(arguments.timeout)
+    documents = manifests.load(arguments.file)
+    request = agent.Apply(
+        objects=manifests.raw(documents),
+        requester=connect.requester(),
+        reason=arguments.reason,
+        dry_run=arguments.dry_run,
+    )
+    with connect.client(arguments.socket) as client:
+        reply = client.call(agent.APPLY, request)
+        if arguments.output:
+            output.document(reply.results, arguments.output)
+        for result in reply.results:
+            dry = " (dry run)" if arguments.dry_run else ""
+            if not arguments.output:
+                print(f"{result.kind}/{result.name} {result.action}{dry}")
+        if arguments.wait:
+            for result in reply.results:
+                if result.operation_id:
+                    operations.announce(operations.wait(client, result.operation_id, timeout_s))
+    return 0
+
+
+def get(arguments: argparse.Namespace) -> int:
+    """Show one object or list a kind."""
+    kind = kind_of(arguments.kind)
+    with connect.client(arguments.socket) as client:
+        if arguments.name:
+            items = [_get(client, kind, arguments.name, arguments.namespace)]
+        else:
+            namespace = "" if arguments.all_namespaces else arguments.namespace
+            reply = client.call(agent.LIST, agent.ListObjects(kind=kind, namespace=namespace))
+            items = [msgspec.json.decode(item) for item in reply.items]
+    if arguments.output:
+        output.document(items[0] if arguments.name else items, arguments.output)
+    elif items:
+        tables.objects(kind, items, all_namespaces=arguments.all_namespaces)
+    else:
+        output.note(f"no {kind} in namespace {arguments.namespace}")
+    return 0
+
+
+def _get(client: BlockingClient, kind: str, name: str, namespace: str) -> dict[str, Any]:
+    reply = client.call(agent.GET, agent.ObjectRef(kind=kind, name=name, namespace=namespace))
+    item: dict[str, Any] = msgspec.json.decode(reply.object)
+    return item
+
+
+def describe(arguments: argparse.Namespace) -> int:
+    """Show spec, status and conditions with their evidence."""
+    kind = kind_of(arguments.kind)
+    with connect.client(arguments.socket) as client:
+        item = _get(client, kind, arguments.name, arguments.namespace)
+        recent = client.call(
+            agent.LIST_OPERATIONS,
+            agent.ListOperations(
+                kind=kind, namespace=arguments.namespace, name=arguments.name, limit=5
+            ),
+        )
+    tables.describe(item, recent.operations)
+    return 0
+
+
+def delete(arguments: argparse.Namespace) -> int:
+    """Delete one object, or what manifests name in reverse order of creation."""
+    timeout_s = operations.seconds(arguments.timeout)
+    targets = _targets(arguments)
+    with connect.client(arguments.socket) as client:
+        for kind, namespace, name in targets:
+            request = agent.DeleteObject(
+                kind=kind,
+                name=name,
+                namespace=namespace,
+                requester=connect.requester(),
+                reason=arguments.reason,
+            )
+            try:
+                operation = client.call(agent.DELETE, request).operation
+            except NotFound:
+                # Deleting a manifest twice is fine; naming one object that is not there is not.
+                if not (arguments.ignore_not_found or arguments.file):
+                    raise
+                output.note(f"{kind}/{name} not found")
+                continue
+            if arguments.no_wait:
+                print(f"{kind}/{name} deleting ({operation.id})")
+                continue
+            operations.wait(client, operation.id, timeout_s)
+            print(f"{kind}/{name} deleted")
+    return 0
+
+
+def _targets(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Return (kind, namespace, name) in the order of deletion."""
+    if arguments.file and (arguments.kind or arguments.name):
+        raise InvalidArgument("either -f or KIND NAME, not both")
+    if arguments.file:
+        named = [_target(document) for document in manifests.load(arguments.file)]
+        return sorted(named, key=lambda target: -APPLY_ORDER.index(target[0]))
+    if not (arguments.kind and arguments.name):
+        raise InvalidArgument("nothing to delete", hint="chv delete KIND NAME, or -f FILE")
+    return [(kind_of(arguments.kind), arguments.namespace, arguments.name)]
+
+
+def _target(document: dict[str, Any]) -> tuple[str, str, str]:
+    metadata = document.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(name, str):
+        raise InvalidArgument("a manifest without metadata.name", field="metadata.name")
+    kind = kind_of(str(document.get("kind", "")))
+    return kind, str(metadata.get("namespace", "default")), name

@@ -1,0 +1,158 @@
+"""Columns of `chv get` and the page of `chv describe`. Takes plain JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from chv.cli import output
+from chv.common.wire.agent import Operation
+
+Item = dict[str, Any]
+Column = tuple[str, Callable[[Item], str]]
+
+
+def _path(item: Item, *keys: str, default: str = "-") -> str:
+    value: Any = item
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return default if value in (None, "", []) else str(value)
+
+
+def condition(item: Item, kind: str) -> str:
+    """Return the status of one condition, `-` where it was never observed."""
+    for entry in item.get("status", {}).get("conditions", []):
+        if entry["type"] == kind:
+            return str(entry["status"])
+    return "-"
+
+
+def _addresses(item: Item) -> str:
+    interfaces = (item.get("status") or {}).get("interfaces", [])
+    return ",".join(entry["address"] for entry in interfaces if entry.get("address")) or "-"
+
+
+def _size(item: Item) -> str:
+    return _path(item, "spec", "size")
+
+
+NAME: Column = ("NAME", lambda item: _path(item, "metadata", "name"))
+NAMESPACE: Column = ("NAMESPACE", lambda item: _path(item, "metadata", "namespace"))
+PHASE: Column = ("PHASE", lambda item: _path(item, "status", "phase"))
+AGE: Column = ("AGE", lambda item: output.age(_path(item, "metadata", "creationTimestamp")))
+
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "VirtualMachine": (
+        NAME,
+        PHASE,
+        ("SSH", lambda item: condition(item, "SSHReady")),
+        ("ADDRESS", _addresses),
+        ("CPUS", lambda item: _path(item, "spec", "cpus", default="1")),
+        ("MEMORY", lambda item: _path(item, "spec", "memory", default="256Mi")),
+        ("VMM", lambda item: _path(item, "status", "vmm", "name")),
+        ("RESTARTS", lambda item: _path(item, "status", "restarts", default="0")),
+        AGE,
+    ),
+    "Volume": (
+        NAME,
+        PHASE,
+        ("SIZE", _size),
+        ("FORMAT", lambda item: _path(item, "spec", "format", default="qcow2")),
+        ("IMAGE", lambda item: _path(item, "spec", "source", "image")),
+        ("ATTACHED-TO", lambda item: _path(item, "status", "attachedTo")),
+        AGE,
+    ),
+    "Network": (
+        NAME,
+        PHASE,
+        ("SUBNET", lambda item: _path(item, "spec", "subnet")),
+        ("UPLINK", lambda item: _path(item, "spec", "uplink", default="NAT")),
+        ("DOMAIN", lambda item: _path(item, "status", "domain")),
+        ("NETNS", lambda item: _path(item, "status", "netns")),
+        AGE,
+    ),
+    "Image": (
+        NAME,
+        PHASE,
+        ("BUILTIN", lambda item: _path(item, "spec", "builtin")),
+        ("KERNEL", lambda item: _path(item, "status", "kernel", "sha256")[:12]),
+        ("INITRAMFS", lambda item: _path(item, "status", "initramfs", "sha256")[:12]),
+        ("DISK", lambda item: _path(item, "status", "disk", "sha256")[:12]),
+        AGE,
+    ),
+}
+
+
+def objects(kind: str, items: Sequence[Item], *, all_namespaces: bool) -> None:
+    """Print the table of a kind."""
+    columns = COLUMNS[kind]
+    if all_namespaces:
+        columns = (NAMESPACE, *columns)
+    rows = [[render(item) for _, render in columns] for item in items]
+    output.table([header for header, _ in columns], rows)
+
+
+def describe(item: Item, operations: Sequence[Operation]) -> None:
+    """Print one object for a person: what is wanted, what is, on what evidence, what was done."""
+    metadata = item["metadata"]
+    print(f"{item['kind']} {metadata['namespace']}/{metadata['name']}")
+    print(
+        f"  uid {metadata.get('uid', '-')}, generation {metadata.get('generation', 0)}, "
+        f"age {output.age(metadata.get('creationTimestamp', ''))}"
+    )
+    if metadata.get("deletionTimestamp"):
+        print(f"  being deleted since {metadata['deletionTimestamp']}")
+    for section in ("spec", "status"):
+        print(f"\n{section.capitalize()}")
+        body = {
+            key: value for key, value in (item.get(section) or {}).items() if key != "conditions"
+        }
+        _tree(body, "  ")
+    _conditions((item.get("status") or {}).get("conditions", []))
+    if operations:
+        print("\nOperations")
+        output.table(
+            ["  ID", "VERB", "STATE", "REQUESTER", "AGE", "MESSAGE"],
+            [
+                [
+                    f"  {entry.id}",
+                    entry.verb,
+                    entry.state,
+                    entry.requester,
+                    output.age(entry.created_at),
+                    entry.message,
+                ]
+                for entry in operations
+            ],
+        )
+
+
+def _conditions(conditions: Sequence[Item]) -> None:
+    if not conditions:
+        return
+    print("\nConditions")
+    rows = [
+        [
+            f"  {entry['type']}",
+            entry["status"],
+            entry["reason"],
+            output.age(entry.get("lastTransitionTime", "")),
+            entry.get("evidence") or entry.get("message", ""),
+        ]
+        for entry in conditions
+    ]
+    output.table(["  TYPE", "STATUS", "REASON", "SINCE", "EVIDENCE"], rows)
+
+
+def _tree(value: Any, indent: str) -> None:
+    for key, entry in value.items():
+        if isinstance(entry, dict) and entry:
+            print(f"{indent}{key}:")
+            _tree(entry, indent + "  ")
+        elif isinstance(entry, list) and entry and isinstance(entry[0], dict):
+            print(f"{indent}{key}:")
+            for element in entry:
+                parts = ", ".join(f"{name}: {inner}" for name, inner in element.items())
+                print(f"{indent}  - {parts}")
+        else:
+            print(f"{indent}{key}: {entry}")
