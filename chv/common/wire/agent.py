@@ -35,7 +35,7 @@ WAIT_S_MAX = 3600.0
 Kind = Annotated[str, Meta(pattern="^(VirtualMachine|Volume|Network|Image)$")]
 
 
-class Apply(Message):
+class Apply(Message, frozen=True, kw_only=True):
     """Make the objects so. All are checked before the first is stored."""
 
     objects: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=OBJECTS_MAX)]
@@ -45,7 +45,7 @@ class Apply(Message):
     idempotency_key: ShortText = ""
 
 
-class AppliedObject(Reply):
+class AppliedObject(Reply, frozen=True, kw_only=True):
     """`action`: created | configured | unchanged. `operation_id` is empty where unchanged."""
 
     kind: str
@@ -57,13 +57,13 @@ class AppliedObject(Reply):
     operation_id: str = ""
 
 
-class ApplyReply(Reply):
+class ApplyReply(Reply, frozen=True, kw_only=True):
     """In the order in which the objects were applied."""
 
     results: list[AppliedObject]
 
 
-class ObjectRef(Message):
+class ObjectRef(Message, frozen=True, kw_only=True):
     """One object by name."""
 
     kind: Kind
@@ -71,28 +71,28 @@ class ObjectRef(Message):
     namespace: Name = "default"
 
 
-class ObjectReply(Reply):
+class ObjectReply(Reply, frozen=True, kw_only=True):
     """The object as JSON, with how old the observation behind its status is."""
 
     object: msgspec.Raw
     age_s: float = 0.0
 
 
-class ListObjects(Message):
+class ListObjects(Message, frozen=True, kw_only=True):
     """All objects of a kind; namespace empty means all of them."""
 
     kind: Kind
     namespace: Name | str = ""
 
 
-class ListReply(Reply):
+class ListReply(Reply, frozen=True, kw_only=True):
     """Answered from memory; never waits for a VMM."""
 
     items: list[msgspec.Raw] = []
     age_s: float = 0.0
 
 
-class DeleteObject(Message):
+class DeleteObject(Message, frozen=True, kw_only=True):
     """Delete from any state. An object in use is refused with IN_USE."""
 
     kind: Kind
@@ -112,7 +112,7 @@ class VmVerb(StrEnum):
     RESET = "reset"
 
 
-class ActOnVm(Message):
+class ActOnVm(Message, frozen=True, kw_only=True):
     """A verb on a VM. `force` of stop and restart skips the question to the guest."""
 
     verb: VmVerb
@@ -135,7 +135,7 @@ class OperationState(StrEnum):
     SUPERSEDED = "Superseded"  # a newer generation or verb took over
 
 
-class OperationStep(Reply):
+class OperationStep(Reply, frozen=True, kw_only=True):
     """One step of an operation. Times are RFC 3339; `outcome`: running | done | failed."""
 
     name: str
@@ -145,7 +145,7 @@ class OperationStep(Reply):
     message: str = ""
 
 
-class Operation(Reply):
+class Operation(Reply, frozen=True, kw_only=True):
     """Who asked for what, what was done, and how it ended."""
 
     id: str
@@ -166,20 +166,20 @@ class Operation(Reply):
     steps: list[OperationStep] = []
 
 
-class OperationReply(Reply):
+class OperationReply(Reply, frozen=True, kw_only=True):
     """`joined`: an identical request was already under way and this is it."""
 
     operation: Operation
     joined: bool = False
 
 
-class OperationRef(Message):
+class OperationRef(Message, frozen=True, kw_only=True):
     """One operation."""
 
     operation_id: Annotated[str, Meta(min_length=1, max_length=64)]
 
 
-class ListOperations(Message):
+class ListOperations(Message, frozen=True, kw_only=True):
     """Newest first; filters where not empty."""
 
     kind: str = ""
@@ -189,20 +189,20 @@ class ListOperations(Message):
     limit: Annotated[int, Meta(ge=1, le=1000)] = 50
 
 
-class ListOperationsReply(Reply):
+class ListOperationsReply(Reply, frozen=True, kw_only=True):
     """Operations without their steps."""
 
     operations: list[Operation] = []
 
 
-class WaitOperation(Message):
+class WaitOperation(Message, frozen=True, kw_only=True):
     """Answer when the operation is final, or with DEADLINE_EXCEEDED."""
 
     operation_id: Annotated[str, Meta(min_length=1, max_length=64)]
     timeout_s: Annotated[float, Meta(gt=0, le=WAIT_S_MAX)] = 60.0
 
 
-class WaitCondition(Message):
+class WaitCondition(Message, frozen=True, kw_only=True):
     """Answer when `condition` (a condition type, `phase=NAME`, or `deleted`) holds.
 
     Fails early with FAILED_PRECONDITION when the object can no longer get there by itself.
@@ -216,7 +216,7 @@ class WaitCondition(Message):
     timeout_s: Annotated[float, Meta(gt=0, le=WAIT_S_MAX)] = 60.0
 
 
-class DaemonStatus(Reply):
+class DaemonStatus(Reply, frozen=True, kw_only=True):
     """A daemon as the agent supervises it."""
 
     name: str
@@ -227,7 +227,7 @@ class DaemonStatus(Reply):
     message: str = ""
 
 
-class VmmProbe(Reply):
+class VmmProbe(Reply, frozen=True, kw_only=True):
     """What a try-boot of each VMM and accelerator showed on this host boot."""
 
     name: str
@@ -237,7 +237,7 @@ class VmmProbe(Reply):
     reason: str = ""
 
 
-class NodeCondition(Reply):
+class NodeCondition(Reply, frozen=True, kw_only=True):
     """A predicate of the node."""
 
     type: str
@@ -247,7 +247,7 @@ class NodeCondition(Reply):
     since: str = ""
 
 
-class NodeStatusReply(Reply):
+class NodeStatusReply(Reply, frozen=True, kw_only=True):
     """`chv node status`."""
 
     name: str
@@ -267,7 +267,7 @@ class NodeStatusReply(Reply):
     transitions: list[str] = []  # newest last, `TIME FROM -> TO: reason`
 
 
-class OpenGuest(Message):
+class OpenGuest(Message, frozen=True, kw_only=True):
     """A TCP connection to a declared port of the guest; the socket comes back by SCM_RIGHTS."""
 
     name: Name
@@ -277,14 +277,14 @@ class OpenGuest(Message):
     timeout_s: Annotated[float, Meta(gt=0, le=30)] = 5.0
 
 
-class OpenGuestReply(Reply):
+class OpenGuestReply(Reply, frozen=True, kw_only=True):
     """Ends of the connection in the network's namespace."""
 
     local: str
     remote: str
 
 
-class GuestAccessReply(Reply):
+class GuestAccessReply(Reply, frozen=True, kw_only=True):
     """How `chv ssh` gets in. `host_key` is one OpenSSH public key line."""
 
     user: str
@@ -294,7 +294,7 @@ class GuestAccessReply(Reply):
     identity_file: str
 
 
-class ReadLogs(Message):
+class ReadLogs(Message, frozen=True, kw_only=True):
     """Lines of `vm/NAME` (the serial console) or `daemon/NAME`, then new ones if `follow`."""
 
     target: Annotated[str, Meta(pattern=r"^(vm|daemon)/[a-z0-9-]{1,63}$")]
@@ -303,13 +303,13 @@ class ReadLogs(Message):
     follow: bool = False
 
 
-class LogChunk(Reply):
+class LogChunk(Reply, frozen=True, kw_only=True):
     """Text as it was written; bytes that are not UTF-8 are replaced."""
 
     text: str
 
 
-class ImportImage(Message):
+class ImportImage(Message, frozen=True, kw_only=True):
     """Import one artifact of an image from a file on the node and (re)define the Image."""
 
     name: Name
@@ -321,7 +321,7 @@ class ImportImage(Message):
     requester: ShortText
 
 
-class ImportImageReply(Reply):
+class ImportImageReply(Reply, frozen=True, kw_only=True):
     """What was stored."""
 
     sha256: str
@@ -329,7 +329,7 @@ class ImportImageReply(Reply):
     operation_id: str = ""
 
 
-class Progress(Reply):
+class Progress(Reply, frozen=True, kw_only=True):
     """Progress of a long call."""
 
     step: str

@@ -43,7 +43,7 @@ class UplinkMode(StrEnum):
     NONE = "none"
 
 
-class Topology(Message):
+class Topology(Message, frozen=True, kw_only=True):
     """What a network is. `gateway` empty means the first host address of `subnet`."""
 
     network_id: Uid
@@ -57,20 +57,20 @@ class Topology(Message):
     forwarders: Annotated[list[Ipv4], Meta(max_length=FORWARDERS_MAX)] = []
 
 
-class EnsureNetworkTopology(Message):
+class EnsureNetworkTopology(Message, frozen=True, kw_only=True):
     """Make the network so, from whatever it is now."""
 
     meta: CallMeta
     topology: Topology
 
 
-class CheckNetworkTopology(Message):
+class CheckNetworkTopology(Message, frozen=True, kw_only=True):
     """Say whether the network could be made; change nothing."""
 
     topology: Topology
 
 
-class NetworkInfo(Reply):
+class NetworkInfo(Reply, frozen=True, kw_only=True):
     """A network as the kernel has it. `status`: ready | degraded | absent."""
 
     network_id: str
@@ -86,14 +86,14 @@ class NetworkInfo(Reply):
     nics: int = 0
 
 
-class NetworkRef(Message):
+class NetworkRef(Message, frozen=True, kw_only=True):
     """A network, and the generation of it that the caller means."""
 
     meta: CallMeta
     network_id: Uid
 
 
-class AttachVmNic(Message):
+class AttachVmNic(Message, frozen=True, kw_only=True):
     """Give a VM a port on a network: address, DHCP and DNS records, filter, tap.
 
     `mac` and `address` empty: chosen by nwd and kept for the NIC's life. `guest_ports` are the
@@ -111,7 +111,7 @@ class AttachVmNic(Message):
     guest_ports: Annotated[list[Port], Meta(max_length=GUEST_PORTS_MAX)] = []
 
 
-class NicInfo(Reply):
+class NicInfo(Reply, frozen=True, kw_only=True):
     """A NIC as it is. `state`: attached | absent | degraded."""
 
     nic_id: str
@@ -130,20 +130,20 @@ class NicInfo(Reply):
     message: str = ""
 
 
-class NicRef(Message):
+class NicRef(Message, frozen=True, kw_only=True):
     """A NIC, and the generation of it that the caller means."""
 
     meta: CallMeta
     nic_id: Uid
 
 
-class OpenVmNic(Message):
+class OpenVmNic(Message, frozen=True, kw_only=True):
     """Open the tap; one file descriptor (IFF_TAP | IFF_NO_PI | IFF_VNET_HDR) comes back."""
 
     nic_id: Uid
 
 
-class OpenGuestConnection(Message):
+class OpenGuestConnection(Message, frozen=True, kw_only=True):
     """Connect from the gateway to a declared TCP port of the guest; the socket comes back."""
 
     nic_id: Uid
@@ -151,38 +151,38 @@ class OpenGuestConnection(Message):
     timeout_s: Annotated[float, Meta(gt=0, le=30)] = 5.0
 
 
-class GuestConnection(Reply):
+class GuestConnection(Reply, frozen=True, kw_only=True):
     """Ends of the connection as the namespace sees them."""
 
     local: str
     remote: str
 
 
-class GetNetwork(Message):
+class GetNetwork(Message, frozen=True, kw_only=True):
     """One network by id."""
 
     network_id: Uid
 
 
-class GetNic(Message):
+class GetNic(Message, frozen=True, kw_only=True):
     """One NIC by id."""
 
     nic_id: Uid
 
 
-class ListNetworksReply(Reply):
+class ListNetworksReply(Reply, frozen=True, kw_only=True):
     """Every network with a record."""
 
     networks: list[NetworkInfo] = []
 
 
-class ListNicsReply(Reply):
+class ListNicsReply(Reply, frozen=True, kw_only=True):
     """Every NIC with a record."""
 
     nics: list[NicInfo] = []
 
 
-class NwdHealth(Reply):
+class NwdHealth(Reply, frozen=True, kw_only=True):
     """State of nwd as a whole; `status`: healthy | degraded."""
 
     status: str

@@ -16,6 +16,7 @@ from msgspec import Meta
 from chv.common.wire.types import (
     API_VERSION,
     GENERATION_MAX,
+    FrozenMeta,
     Ipv4,
     Ipv4Cidr,
     Mac,
@@ -43,11 +44,11 @@ LabelValue = Annotated[str, Meta(max_length=63)]
 LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
 
 
-class Struct(msgspec.Struct, kw_only=True, frozen=True, rename="camel", forbid_unknown_fields=True):
+class Struct(msgspec.Struct, metaclass=FrozenMeta, rename="camel", forbid_unknown_fields=True):
     """Base of everything in a manifest."""
 
 
-class OwnerReference(Struct):
+class OwnerReference(Struct, kw_only=True, frozen=True):
     """As in Kubernetes: the object goes when its owner goes."""
 
     api_version: str
@@ -58,7 +59,7 @@ class OwnerReference(Struct):
     block_owner_deletion: bool = False
 
 
-class ObjectMeta(Struct, omit_defaults=True):
+class ObjectMeta(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Standard object metadata; the server fills what a user cannot know."""
 
     name: Name
@@ -83,7 +84,7 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class Condition(Struct):
+class Condition(Struct, kw_only=True, frozen=True):
     """One fact, with the evidence that it rests on and when that was last seen."""
 
     type: str
@@ -106,14 +107,14 @@ class ImageFormat(StrEnum):
     QCOW2 = "qcow2"
 
 
-class ImageFile(Struct):
+class ImageFile(Struct, kw_only=True, frozen=True):
     """A file on the node, pinned by its checksum."""
 
     path: Annotated[PathText, Meta(min_length=2)]
     sha256: Sha256
 
 
-class ImageDisk(Struct):
+class ImageDisk(Struct, kw_only=True, frozen=True):
     """A disk image on the node, pinned by its checksum, in a declared format."""
 
     path: Annotated[PathText, Meta(min_length=2)]
@@ -121,7 +122,7 @@ class ImageDisk(Struct):
     format: ImageFormat
 
 
-class ImageSpec(Struct, omit_defaults=True):
+class ImageSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Either `builtin` or at least one of kernel, initramfs, disk."""
 
     builtin: Annotated[str, Meta(pattern="^(tiny)?$")] = ""
@@ -130,7 +131,7 @@ class ImageSpec(Struct, omit_defaults=True):
     disk: ImageDisk | None = None
 
 
-class ArtifactStatus(Struct):
+class ArtifactStatus(Struct, kw_only=True, frozen=True):
     """One stored artifact."""
 
     sha256: str
@@ -139,7 +140,7 @@ class ArtifactStatus(Struct):
     path: str = ""
 
 
-class ImageStatus(Struct, omit_defaults=True):
+class ImageStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What is stored of the image."""
 
     observed_generation: int = 0
@@ -159,13 +160,13 @@ class VolumeClass(StrEnum):
     FILE = "file"
 
 
-class VolumeSourceSpec(Struct):
+class VolumeSourceSpec(Struct, kw_only=True, frozen=True):
     """The volume starts as the disk of an Image."""
 
     image: Name
 
 
-class VolumeSpec(Struct, omit_defaults=True):
+class VolumeSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A disk. `size` may only grow; `format`, `class` and `source` are fixed at creation."""
 
     class_: Annotated[VolumeClass, Meta(description="storage class")] = msgspec.field(
@@ -176,7 +177,7 @@ class VolumeSpec(Struct, omit_defaults=True):
     source: VolumeSourceSpec | None = None
 
 
-class VolumeStatus(Struct, omit_defaults=True):
+class VolumeStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The volume as stord reports it."""
 
     observed_generation: int = 0
@@ -197,14 +198,14 @@ class UplinkModeSpec(StrEnum):
     NONE = "None"
 
 
-class NetworkDns(Struct, omit_defaults=True):
+class NetworkDns(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """DNS of the network. `domain` empty: `<name>.<namespace>.internal`."""
 
     domain: Annotated[str, Meta(max_length=253)] = ""
     forwarders: Annotated[list[Ipv4], Meta(max_length=4)] = []
 
 
-class NetworkSpec(Struct, omit_defaults=True):
+class NetworkSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A tenant network; `subnet` is fixed at creation."""
 
     subnet: Ipv4Cidr
@@ -214,7 +215,7 @@ class NetworkSpec(Struct, omit_defaults=True):
     dns: NetworkDns = NetworkDns()
 
 
-class NetworkStatus(Struct, omit_defaults=True):
+class NetworkStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The network as nwd reports it."""
 
     observed_generation: int = 0
@@ -246,7 +247,7 @@ class VmmChoice(StrEnum):
     QEMU = "qemu"
 
 
-class BootSpec(Struct, omit_defaults=True):
+class BootSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Direct kernel boot from `image`; without it the first disk boots through the firmware."""
 
     image: Annotated[str, Meta(max_length=63)] = ""
@@ -255,7 +256,7 @@ class BootSpec(Struct, omit_defaults=True):
     ] = ""
 
 
-class DiskSpec(Struct, omit_defaults=True):
+class DiskSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A volume of the same namespace as a virtio-blk disk."""
 
     name: Name
@@ -263,7 +264,7 @@ class DiskSpec(Struct, omit_defaults=True):
     read_only: bool = False
 
 
-class InterfaceSpec(Struct, omit_defaults=True):
+class InterfaceSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A virtio-net NIC on a network of the same namespace; empty mac, address: chosen once."""
 
     name: Name
@@ -272,7 +273,7 @@ class InterfaceSpec(Struct, omit_defaults=True):
     address: Annotated[str, Meta(max_length=15)] = ""
 
 
-class CloudInitSpec(Struct, omit_defaults=True):
+class CloudInitSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What the guest learns from its seed disk (NoCloud). `hostname` empty: the VM's name."""
 
     hostname: Annotated[str, Meta(max_length=63)] = ""
@@ -282,7 +283,7 @@ class CloudInitSpec(Struct, omit_defaults=True):
     user_data: Annotated[str, Meta(max_length=65536)] = ""
 
 
-class VirtualMachineSpec(Struct, omit_defaults=True):
+class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Desired state of a VM. Memory is always shared with the storage daemon."""
 
     run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE
@@ -293,7 +294,9 @@ class VirtualMachineSpec(Struct, omit_defaults=True):
     disks: Annotated[list[DiskSpec], Meta(max_length=DISKS_MAX)] = []
     interfaces: Annotated[list[InterfaceSpec], Meta(max_length=INTERFACES_MAX)] = []
     cloud_init: CloudInitSpec = CloudInitSpec()
-    guest_ports: Annotated[list[Port], Meta(max_length=GUEST_PORTS_MAX)] = [22]
+    guest_ports: Annotated[list[Port], Meta(max_length=GUEST_PORTS_MAX)] = msgspec.field(
+        default_factory=lambda: [22]
+    )
     shutdown_timeout: Duration = "30s"
 
 
@@ -312,7 +315,7 @@ class VmPhase(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class VmmStatus(Struct, omit_defaults=True):
+class VmmStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The VMM that was chosen for this VM, and why."""
 
     name: str = ""
@@ -323,7 +326,7 @@ class VmmStatus(Struct, omit_defaults=True):
     started_at: str = ""
 
 
-class InterfaceStatus(Struct, omit_defaults=True):
+class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A NIC as nwd reports it."""
 
     name: str
@@ -333,7 +336,7 @@ class InterfaceStatus(Struct, omit_defaults=True):
     tap: str = ""
 
 
-class DiskStatus(Struct, omit_defaults=True):
+class DiskStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A disk as stord reports it. `export` is `vhost-user-blk:PATH`."""
 
     name: str
@@ -342,7 +345,7 @@ class DiskStatus(Struct, omit_defaults=True):
     crash_class: str = ""
 
 
-class VirtualMachineStatus(Struct, omit_defaults=True):
+class VirtualMachineStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Observed state of a VM."""
 
     observed_generation: int = 0
@@ -368,7 +371,7 @@ VM_CONDITIONS = (
 )
 
 
-class VirtualMachine(Struct):
+class VirtualMachine(Struct, kw_only=True, frozen=True):
     """`chv get vm`."""
 
     api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
@@ -378,7 +381,7 @@ class VirtualMachine(Struct):
     status: VirtualMachineStatus | None = None
 
 
-class Volume(Struct):
+class Volume(Struct, kw_only=True, frozen=True):
     """`chv get volume`."""
 
     api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
@@ -388,7 +391,7 @@ class Volume(Struct):
     status: VolumeStatus | None = None
 
 
-class Network(Struct):
+class Network(Struct, kw_only=True, frozen=True):
     """`chv get network`."""
 
     api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
@@ -398,7 +401,7 @@ class Network(Struct):
     status: NetworkStatus | None = None
 
 
-class Image(Struct):
+class Image(Struct, kw_only=True, frozen=True):
     """`chv get image`."""
 
     api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION

@@ -52,7 +52,7 @@ class BackendState(StrEnum):
     ABSENT = "absent"
 
 
-class VolumeSource(Message):
+class VolumeSource(Message, frozen=True, kw_only=True):
     """A content-addressed image file that the volume starts from."""
 
     path: PathText
@@ -60,7 +60,7 @@ class VolumeSource(Message):
     format: VolumeFormat
 
 
-class VolumeBackend(Message):
+class VolumeBackend(Message, frozen=True, kw_only=True):
     """What the volume is. `class_name` is `file` in this version."""
 
     class_name: Annotated[str, Meta(pattern="^file$")]
@@ -69,7 +69,7 @@ class VolumeBackend(Message):
     source: VolumeSource | None = None
 
 
-class OpenVolume(Message):
+class OpenVolume(Message, frozen=True, kw_only=True):
     """Make the volume servable: created where it does not exist, found where it does."""
 
     meta: CallMeta
@@ -77,7 +77,7 @@ class OpenVolume(Message):
     backend: VolumeBackend
 
 
-class VolumeInfo(Reply):
+class VolumeInfo(Reply, frozen=True, kw_only=True):
     """A volume as it is on disk now."""
 
     volume_id: str
@@ -92,14 +92,14 @@ class VolumeInfo(Reply):
     state: str = "open"  # open | missing | broken
 
 
-class VolumeRef(Message):
+class VolumeRef(Message, frozen=True, kw_only=True):
     """A volume, and the generation of it that the caller means."""
 
     meta: CallMeta
     volume_id: Uid
 
 
-class AttachVolumeToVm(Message):
+class AttachVolumeToVm(Message, frozen=True, kw_only=True):
     """Serve the volume to one VM on a vhost-user-blk socket.
 
     The first attachment of a VM starts its storage daemon under `storage_uid`; the socket is
@@ -114,7 +114,7 @@ class AttachVolumeToVm(Message):
     read_only: bool = False
 
 
-class AttachmentInfo(Reply):
+class AttachmentInfo(Reply, frozen=True, kw_only=True):
     """One attachment."""
 
     volume_id: str
@@ -127,7 +127,7 @@ class AttachmentInfo(Reply):
     write_cache: str = "write back"
 
 
-class DetachVolumeFromVm(Message):
+class DetachVolumeFromVm(Message, frozen=True, kw_only=True):
     """Stop serving. The caller has made sure that the VMM is gone or has let go of the disk."""
 
     meta: CallMeta
@@ -135,7 +135,7 @@ class DetachVolumeFromVm(Message):
     vm_id: Uid
 
 
-class RecoverVmBackend(Message):
+class RecoverVmBackend(Message, frozen=True, kw_only=True):
     """Start a new storage daemon behind the VM's attachments after a loss.
 
     Only call it while the VM's vCPUs do not run and a reset follows before they do: a guest
@@ -146,7 +146,7 @@ class RecoverVmBackend(Message):
     vm_id: Uid
 
 
-class VmBackendInfo(Reply):
+class VmBackendInfo(Reply, frozen=True, kw_only=True):
     """The storage daemon of one VM."""
 
     vm_id: str
@@ -156,25 +156,25 @@ class VmBackendInfo(Reply):
     attachments: list[AttachmentInfo] = []
 
 
-class ListVolumesReply(Reply):
+class ListVolumesReply(Reply, frozen=True, kw_only=True):
     """Every volume with a record."""
 
     volumes: list[VolumeInfo] = []
 
 
-class ListVolumeSessionsReply(Reply):
+class ListVolumeSessionsReply(Reply, frozen=True, kw_only=True):
     """Every VM with attachments."""
 
     sessions: list[VmBackendInfo] = []
 
 
-class GetVolume(Message):
+class GetVolume(Message, frozen=True, kw_only=True):
     """One volume by id."""
 
     volume_id: Uid
 
 
-class VolumeHealth(Reply):
+class VolumeHealth(Reply, frozen=True, kw_only=True):
     """`status`: healthy | degraded | failed | unknown."""
 
     volume_id: str
@@ -184,7 +184,7 @@ class VolumeHealth(Reply):
     last_error_at: str = ""
 
 
-class StordHealth(Reply):
+class StordHealth(Reply, frozen=True, kw_only=True):
     """State of stord as a whole."""
 
     status: str  # healthy | degraded
@@ -196,7 +196,7 @@ class StordHealth(Reply):
     last_error: str = ""
 
 
-class StorageEvent(Reply):
+class StorageEvent(Reply, frozen=True, kw_only=True):
     """Something that the agent must act on. `kind`: backend_lost | backend_ready."""
 
     kind: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -32,15 +32,27 @@ SizeBytes = Annotated[int, Meta(ge=0, le=2**60)]
 Mtu = Annotated[int, Meta(ge=576, le=9000)]
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
+class FrozenMeta(msgspec.StructMeta):
+    """Makes every struct below a base frozen with keyword-only fields: msgspec inherits neither."""
+
+    def __new__(
+        mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
+    ) -> FrozenMeta:
+        """Make the class with our defaults."""
+        options = {"frozen": True, "kw_only": True, **options}
+        return super().__new__(mcls, name, bases, namespace, **options)
+
+
+class Message(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
     """Base of request parameters: an unknown field is an error."""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class Reply(msgspec.Struct, metaclass=FrozenMeta):
     """Base of results: a newer peer may add fields."""
 
 
-class CallMeta(Message):
+class CallMeta(Message, frozen=True, kw_only=True):
     """Who asks and for which generation of the object that the call names.
 
     An older generation is refused with STALE_GENERATION, an equal one gets the same answer again,
@@ -51,15 +63,15 @@ class CallMeta(Message):
     generation: Generation
 
 
-class Empty(Message):
+class Empty(Message, frozen=True, kw_only=True):
     """No parameters."""
 
 
-class Done(Reply):
+class Done(Reply, frozen=True, kw_only=True):
     """Nothing to say beyond success."""
 
 
-class HelloRequest(Message):
+class HelloRequest(Message, frozen=True, kw_only=True):
     """First call on a connection."""
 
     versions: Annotated[list[int], Meta(max_length=16)] = msgspec.field(
@@ -68,7 +80,7 @@ class HelloRequest(Message):
     client: ShortText = ""
 
 
-class HelloReply(Reply):
+class HelloReply(Reply, frozen=True, kw_only=True):
     """What the daemon is; `state` is `recovering` until it has re-read the world."""
 
     daemon: str
@@ -81,7 +93,7 @@ class HelloReply(Reply):
     features: dict[str, str] = {}
 
 
-class CensusItem(Reply):
+class CensusItem(Reply, frozen=True, kw_only=True):
     """One thing of this instance that a daemon found in the kernel or on disk.
 
     `known`: a record of ours explains it. `owner` is the uid that its name carries, where it can
@@ -95,13 +107,13 @@ class CensusItem(Reply):
     detail: str = ""
 
 
-class CensusReply(Reply):
+class CensusReply(Reply, frozen=True, kw_only=True):
     """Everything of this daemon's kinds, whether known or not."""
 
     items: list[CensusItem] = []
 
 
-class Feature(Reply):
+class Feature(Reply, frozen=True, kw_only=True):
     """One probed ability and what the probe saw."""
 
     name: str
