@@ -114,7 +114,7 @@ class Store:
         await anyio.lowlevel.checkpoint_if_cancelled()
         with anyio.CancelScope(shield=True):
             result = await self._runner(partial(self._write, function))
-        return result
+        return result  # noqa: RET504  a scope may swallow, says mypy: no return from inside
 
     def _refuse_after_failure(self) -> None:
         if self._failure is not None:
