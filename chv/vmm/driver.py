@@ -108,6 +108,10 @@ class VmmDriver(Protocol):
         """Try the VMM (and KVM, by a try-boot of `guest` with a deadline); never raises."""
         ...
 
+    def recall(self, result: DriverProbe) -> None:
+        """Take over what an earlier probe on this host boot found, in place of a new one."""
+        ...
+
     def launch(self, config: VmmConfig) -> Launch:
         """Return what to start. Pure; raises Unsupported or InvalidArgument."""
         ...
@@ -117,11 +121,17 @@ class VmmDriver(Protocol):
         ...
 
     async def boot(self, runtime_dir: Path) -> None:
-        """Let the vCPUs of a created VM run. Already running: no effect."""
+        """Let the vCPUs of a created VM run. Already running: no effect.
+
+        Like every change here, FailedPrecondition where the state does not allow it.
+        """
         ...
 
     async def power_button(self, runtime_dir: Path) -> None:
-        """Press the ACPI power button once; success says nothing about the guest."""
+        """Press the ACPI power button once; success says nothing about the guest.
+
+        No effect where the guest is off already.
+        """
         ...
 
     async def pause(self, runtime_dir: Path) -> None:
@@ -129,11 +139,15 @@ class VmmDriver(Protocol):
         ...
 
     async def resume(self, runtime_dir: Path) -> None:
-        """Let paused vCPUs run and read back that they do."""
+        """Let the vCPUs of a paused or reset VM run and read back that they do."""
         ...
 
     async def reset(self, runtime_dir: Path) -> None:
-        """Hard reset in the same VMM; a paused VM stays paused."""
+        """Hard reset in the same VMM.
+
+        Running vCPUs go on running. Where they stand (paused, shut down, panicked) they keep
+        standing and the VM is CREATED again: nothing has run in the new boot.
+        """
         ...
 
     async def quit(self, runtime_dir: Path) -> None:

@@ -1,0 +1,1 @@
+"""The QEMU adapter: QMP, the try-boot of an accelerator, and the driver that joins them."""
