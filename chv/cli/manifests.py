@@ -43,7 +43,7 @@ def _load_one(file: str) -> list[dict[str, Any]]:
         parsed = list(yaml.load_all(text, Loader=_unique_loader()))
     except yaml.YAMLError as error:
         raise InvalidArgument(f"{file} is not YAML: {error}", field="-f") from error
-    documents = []
+    documents: list[dict[str, Any]] = []
     for document in parsed:
         if document is None:
             continue

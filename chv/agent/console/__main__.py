@@ -1,0 +1,164 @@
+"""`python -m chv.agent.console`: the holder. Ends only when told, or with the machine.
+
+One reader per serial line, always connected, so a guest never blocks on its console. A line that
+ends (its VMM ended) is closed and forgotten. Losing the holder loses recording, never a guest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from chv import VERSION
+from chv.agent.console.recording import MARK_ATTACHED, Recording
+from chv.agent.console.wire import (
+    ATTACH_CONSOLE,
+    DETACH_CONSOLE,
+    LIST_CONSOLES,
+    METHODS,
+    SHUT_DOWN,
+    AttachConsole,
+    AttachedConsoles,
+    DetachConsole,
+)
+from chv.common import logs
+from chv.common.clock import boot_id
+from chv.common.errors import Conflict, Unavailable
+from chv.common.files import FileLock
+from chv.common.layout import Layout
+from chv.common.rpc import Server
+from chv.common.wire.types import HELLO, Done, Empty, HelloReply, HelloRequest
+
+log = logs.get("chv.console")
+CHUNK_BYTES = 16384
+CONSOLES_MAX = 10_000
+
+
+class Holder:
+    """Every attached serial line."""
+
+    def __init__(self, layout: Layout, tasks: anyio.abc.TaskGroup) -> None:
+        self._layout = layout
+        self._tasks = tasks
+        self._lines: dict[str, tuple[str, anyio.CancelScope]] = {}
+
+    async def hello(self, request: HelloRequest) -> HelloReply:
+        """Say who we are."""
+        return HelloReply(
+            daemon="console",
+            version=VERSION,
+            protocol=1,
+            instance=self._layout.instance,
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            state="ready",
+        )
+
+    async def attach(self, request: AttachConsole) -> Done:
+        """Connect and start recording; returns once connected."""
+        current = self._lines.get(request.vm_id)
+        if current is not None and current[0] == request.worker_id:
+            return Done()
+        await self.detach(DetachConsole(vm_id=request.vm_id))
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(request.socket)
+            recording = Recording(Path(request.directory))
+        except OSError as error:
+            connection.close()
+            raise Unavailable(f"serial line of {request.vm_id}: {error.strerror}") from error
+        recording.mark(f"{MARK_ATTACHED}: {request.worker_id}")
+        scope = anyio.CancelScope()
+        self._lines[request.vm_id] = (request.worker_id, scope)
+        self._tasks.start_soon(self._record, request, connection, recording, scope)
+        return Done()
+
+    async def _record(
+        self,
+        request: AttachConsole,
+        connection: socket.socket,
+        recording: Recording,
+        scope: anyio.CancelScope,
+    ) -> None:
+        try:
+            with scope, connection:
+                while data := await _receive(connection):
+                    recording.write(data)
+        finally:
+            recording.close()
+            if self._lines.get(request.vm_id, ("", None))[1] is scope:
+                del self._lines[request.vm_id]
+
+    async def detach(self, request: DetachConsole) -> Done:
+        """Stop recording one VM."""
+        line = self._lines.pop(request.vm_id, None)
+        if line is not None:
+            line[1].cancel()
+        return Done()
+
+    async def attached(self, request: Empty) -> AttachedConsoles:
+        """List what is connected."""
+        return AttachedConsoles(vm_ids=sorted(self._lines))
+
+    async def shut_down(self, request: Empty) -> Done:
+        """End the holder; the reply still goes out."""
+        self._tasks.start_soon(self._end)
+        return Done()
+
+    async def _end(self) -> None:
+        await anyio.sleep(0.05)
+        self._tasks.cancel_scope.cancel()
+
+
+async def _receive(connection: socket.socket) -> bytes:
+    while True:
+        await anyio.wait_readable(connection)
+        try:
+            return connection.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            continue
+        except OSError:
+            return b""
+
+
+async def run(layout: Layout) -> None:
+    """Serve until told to end."""
+    allowed = frozenset({os.geteuid()})
+    with FileLock.acquire(layout.lock("console")):
+        async with anyio.create_task_group() as tasks:
+            holder = Holder(layout, tasks)
+            server = Server("console", METHODS, allow_uids=allowed)
+            server.add(HELLO, holder.hello)
+            server.add(ATTACH_CONSOLE, holder.attach)
+            server.add(DETACH_CONSOLE, holder.detach)
+            server.add(LIST_CONSOLES, holder.attached)
+            server.add(SHUT_DOWN, holder.shut_down)
+            await server.serve(layout.socket("console"), mode=0o600)
+
+
+def main() -> int:
+    """Parse the arguments that the agent gives and run."""
+    parser = argparse.ArgumentParser(prog="chv-console")
+    parser.add_argument("--instance", required=True)
+    parser.add_argument("--run-root", type=Path, required=True)
+    parser.add_argument("--state-root", type=Path, required=True)
+    parser.add_argument("--worker-id", required=True, help="how the agent finds this process")
+    arguments = parser.parse_args()
+    logs.setup("console")
+    layout = Layout(arguments.instance, arguments.run_root, arguments.state_root)
+    try:
+        anyio.run(run, layout)
+    except Conflict as error:
+        log.error("console.second", error=error.message)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

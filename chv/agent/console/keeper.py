@@ -1,0 +1,131 @@
+"""The agent's side of the console holder: find it, start it, attach lines to it.
+
+One holder per instance, proven by its lock and found again by its socket; in a new holder
+everything is attached again by the engine's next pass, since `attached` is then empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import anyio
+
+from chv.agent.console.wire import (
+    ATTACH_CONSOLE,
+    DETACH_CONSOLE,
+    LIST_CONSOLES,
+    AttachConsole,
+    DetachConsole,
+)
+from chv.common import logs
+from chv.common.errors import ChvError, Unavailable
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.process import Provider, SpawnSpec, scan
+from chv.common.rpc import Client, connect
+from chv.common.wire.types import HELLO, Empty, HelloRequest
+
+log = logs.get(__name__)
+KIND = "console"
+START_TIMEOUT_S = 10.0
+RETRY_S = 0.05
+CHECK_EVERY_S = 5.0
+NODE_UID = "00000000-0000-4000-8000-000000000000"
+
+
+class ConsoleKeeper:
+    """Keeps a holder running and remembers which lines it has."""
+
+    def __init__(self, layout: Layout, provider: Provider, ids: Ids) -> None:
+        self._layout = layout
+        self._provider = provider
+        self._ids = ids
+        self._client: Client | None = None
+        self._attached: set[str] = set()
+
+    def attached(self, vm_uid: str) -> bool:
+        """Whether the line is held, from memory."""
+        return vm_uid in self._attached
+
+    async def run(self) -> None:
+        """Hold a connection to the holder until cancelled; start one where there is none."""
+        while True:
+            try:
+                await self._session()
+            except (ChvError, OSError) as error:
+                log.warning("console.lost", error=str(error))
+            self._client = None
+            self._attached.clear()
+            await anyio.sleep(RETRY_S)
+
+    async def _session(self) -> None:
+        await self._ensure_process()
+        async with connect(self._layout.socket(KIND)) as client:
+            await client.call(HELLO, HelloRequest(client="agent"))
+            self._client = client
+            while True:
+                listed = await client.call(LIST_CONSOLES, Empty())
+                self._attached = set(listed.vm_ids)
+                await anyio.sleep(CHECK_EVERY_S)
+
+    async def _ensure_process(self) -> None:
+        """Return when a holder answers; starts one only where the scan proves there is none."""
+        with anyio.move_on_after(START_TIMEOUT_S):
+            while not await self._answers():
+                if not scan(self._layout.worker_id(KIND, NODE_UID, "")):
+                    await self._start()
+                await anyio.sleep(RETRY_S)
+            return
+        raise Unavailable("the console holder does not answer", resource="daemon/console")
+
+    async def _answers(self) -> bool:
+        try:
+            async with connect(self._layout.socket(KIND)) as client:
+                await client.call(HELLO, HelloRequest(client="agent"))
+        except Unavailable:
+            return False
+        return True
+
+    async def _start(self) -> None:
+        worker_id = self._layout.worker_id(KIND, NODE_UID, self._ids.nonce())
+        argv = (
+            sys.executable, "-m", "chv.agent.console",
+            "--instance", self._layout.instance,
+            "--run-root", str(self._layout.run_root),
+            "--state-root", str(self._layout.state_root),
+            "--worker-id", worker_id,
+        )  # fmt: skip
+        record = await self._provider.spawn(
+            SpawnSpec(
+                worker_id=worker_id,
+                argv=argv,
+                cgroup=KIND,
+                log_path=str(self._layout.logs / "console.log"),
+            )
+        )
+        log.info("console.started", pid=record.pid)
+
+    async def attach(self, vm_uid: str, serial: Path, worker_id: str) -> None:
+        """Record the serial line of one VMM incarnation."""
+        await self._connected().call(
+            ATTACH_CONSOLE,
+            AttachConsole(
+                vm_id=vm_uid,
+                socket=str(serial),
+                directory=str(self._layout.vm_state(vm_uid)),
+                worker_id=worker_id,
+            ),
+        )
+        self._attached.add(vm_uid)
+
+    async def detach(self, vm_uid: str) -> None:
+        """Let go of a line; without a holder there is nothing to let go of."""
+        self._attached.discard(vm_uid)
+        if self._client is not None:
+            await self._client.call(DETACH_CONSOLE, DetachConsole(vm_id=vm_uid))
+
+    def _connected(self) -> Client:
+        if self._client is None:
+            raise Unavailable("the console holder is not up yet", resource="daemon/console")
+        return self._client

@@ -1,0 +1,35 @@
+"""The holder's API: attach and detach serial lines. Local to the agent."""
+
+from __future__ import annotations
+
+from chv.common.rpc.method import Method
+from chv.common.wire.types import HELLO, Done, Empty, Message, PathText, Reply, Uid
+
+
+class AttachConsole(Message, frozen=True, kw_only=True):
+    """Connect to a VMM's serial socket and record it. Attached to the same socket: no effect."""
+
+    vm_id: Uid
+    socket: PathText
+    directory: PathText
+    worker_id: str
+
+
+class DetachConsole(Message, frozen=True, kw_only=True):
+    """Let go; unknown VMs are fine."""
+
+    vm_id: Uid
+
+
+class AttachedConsoles(Reply, frozen=True, kw_only=True):
+    """VM ids whose serial line is connected right now."""
+
+    vm_ids: list[str] = []
+
+
+ATTACH_CONSOLE = Method("AttachConsole", AttachConsole, Done)
+DETACH_CONSOLE = Method("DetachConsole", DetachConsole, Done)
+LIST_CONSOLES = Method("ListConsoles", Empty, AttachedConsoles, mutating=False)
+SHUT_DOWN = Method("ShutDown", Empty, Done)
+
+METHODS = (HELLO, ATTACH_CONSOLE, DETACH_CONSOLE, LIST_CONSOLES, SHUT_DOWN)

@@ -1,0 +1,73 @@
+"""What comes out of a guest: its SSH banner through nwd, its serial console from the recording."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import anyio
+
+from chv.agent.console.recording import MARK_ATTACHED, tail_lines
+from chv.agent.links import DaemonLink
+from chv.agent.ports import VmHandle
+from chv.common.errors import Unavailable
+from chv.common.layout import Layout
+from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, OpenGuestConnection
+
+CONNECT_TIMEOUT_S = 2.0
+BANNER_TIMEOUT_S = 5.0
+BANNER_BYTES_MAX = 255  # RFC 4253 4.2: identification string, CR and LF included
+SERIAL_LINES = 200
+# The tiny guest says `ready`; a general Linux says at last who may log in.
+BOOTED = re.compile(r"chv-guest: ready|\blogin: *$|Reached target .*(Multi-User|Login)")
+
+
+class GuestProbe:
+    """Implements the engine's `GuestPort`."""
+
+    def __init__(self, nwd: DaemonLink, layout: Layout) -> None:
+        self._nwd = nwd
+        self._layout = layout
+
+    async def probe_ssh(self, nic_id: str, port: int) -> str:
+        """Return the banner that the guest's SSH server sent; Unavailable if none came."""
+        request = OpenGuestConnection(nic_id=nic_id, port=port, timeout_s=CONNECT_TIMEOUT_S)
+        reply, fds = await self._nwd.call_fds(OPEN_GUEST_CONNECTION, request)
+        with socket.socket(fileno=fds[0]) as connection:
+            connection.setblocking(False)
+            banner = b""
+            with anyio.move_on_after(BANNER_TIMEOUT_S):
+                banner = await _banner(connection)
+        if not banner.startswith(b"SSH-2.0-"):
+            raise Unavailable(f"no SSH banner from {reply.remote}: {banner[:40]!r}")
+        return f"{banner.decode('ascii', 'replace').strip()} from {reply.remote}"
+
+    async def serial_evidence(self, vm: VmHandle) -> str:
+        """Return the last serial line that shows a booted guest, of this incarnation only."""
+        try:
+            lines = await anyio.to_thread.run_sync(
+                tail_lines, self._layout.vm_state(vm.uid), SERIAL_LINES
+            )
+        except OSError:
+            return ""  # no recording, no evidence
+        for line in reversed(lines):
+            if MARK_ATTACHED in line:
+                return ""
+            if BOOTED.search(line):
+                return f"serial: {line.strip()}"
+        return ""
+
+
+async def _banner(connection: socket.socket) -> bytes:
+    """Read up to the first line end; what came until the peer left, if it leaves."""
+    received = b""
+    while b"\n" not in received and len(received) < BANNER_BYTES_MAX:
+        await anyio.wait_readable(connection)
+        try:
+            chunk = connection.recv(BANNER_BYTES_MAX)
+        except ConnectionError:
+            return received
+        if not chunk:
+            return received
+        received += chunk
+    return received
