@@ -1,0 +1,279 @@
+"""What the agent keeps: the durable records, the changes that make up a transaction, the port.
+
+Pure types. A record says what is wanted, what was intended before each effect and what cannot be
+asked of the world again; everything else is observed. `AgentStore` has an SQLite and an in-memory
+implementation that pass the same contract tests.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from chv.agent.ports import VmmSelection
+from chv.common.process.records import WorkerRecord
+from chv.common.wire.agent import Operation, OperationState, OperationStep
+from chv.common.wire.resources import (
+    ImageStatus,
+    NetworkStatus,
+    Resource,
+    RunStrategy,
+    VirtualMachineStatus,
+    VolumeStatus,
+)
+from chv.common.wire.types import FrozenMeta
+from chv.vmm.driver import VmmConfig
+
+Status = VirtualMachineStatus | VolumeStatus | NetworkStatus | ImageStatus
+STATUS_TYPES: dict[str, type[Status]] = {
+    "VirtualMachine": VirtualMachineStatus,
+    "Volume": VolumeStatus,
+    "Network": NetworkStatus,
+    "Image": ImageStatus,
+}
+FINAL_STATES = frozenset(
+    {
+        OperationState.SUCCEEDED,
+        OperationState.FAILED,
+        OperationState.CANCELLED,
+        OperationState.SUPERSEDED,
+    }
+)
+
+
+class Record(msgspec.Struct, metaclass=FrozenMeta):
+    """Base of the durable records: frozen, older files may lack newer fields."""
+
+
+class VmFacts(Record):
+    """What is true of a VM beyond its spec. Requests are cleared when they are fulfilled."""
+
+    slot: int
+    nic_generation: int = 1  # generation in which the interfaces were last changed
+    selection: VmmSelection | None = None  # chosen once, never changes under the VM
+    last_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE  # what `start` restores
+    started: bool = False  # runStrategy Manual: between `start` and `stop`
+    stop_reason: str = ""  # who stopped it and why, for `lastStop`
+    force_stop: bool = False  # the question to the guest is to be skipped
+    replace_worker: str = ""  # `restart`: this incarnation has to go
+    reset_request: str = ""  # `reset`: the operation that asked
+    given_up: str = ""  # why the node no longer restarts it
+    files_made: bool = False  # directories or seed may exist
+    seed_path: str = ""
+    host_key: str = ""
+    last_stop: str = ""
+    restarts: int = 0
+
+
+class EndKind(StrEnum):
+    """Why a VMM has ended or is being ended."""
+
+    STOP = "stop"
+    RESTART = "restart"
+    DELETE = "delete"
+    GUEST_SHUTDOWN = "guest-shutdown"
+    CRASH = "crash"
+    PANIC = "panic"
+    START_TIMEOUT = "start-timeout"
+    SPAWN_FAILED = "spawn-failed"
+    STORAGE_LOST = "storage-lost"
+
+
+class Ending(Record):
+    """Recorded before the VMM is asked or told to end, so that a later agent knows why it did."""
+
+    kind: EndKind
+    reason: str = ""
+    rung: str = ""  # which rung of the stop ladder worked
+
+
+class WorkerRow(Record):
+    """A VMM from its spawn intent until it is proven gone and forgotten. At most one per VM."""
+
+    vm_uid: str
+    worker_id: str
+    driver: str
+    config: VmmConfig
+    generation: int  # of the VM, when the intent was recorded
+    record: WorkerRecord | None = None  # None: intent; the process may or may not exist
+    booted: bool = False
+    recovering: bool = False  # a reset must come before its vCPUs run again
+    ending: Ending | None = None
+
+
+class StoredObject(Record):
+    """An object with metadata, spec and last status; VMs have facts."""
+
+    resource: Resource
+    facts: VmFacts | None = None
+
+    @property
+    def uid(self) -> str:
+        """Its uid."""
+        return self.resource.metadata.uid
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Kind, namespace, name: unique among live objects."""
+        metadata = self.resource.metadata
+        return (self.resource.kind, metadata.namespace, metadata.name)
+
+    @property
+    def deleting(self) -> bool:
+        """Tell whether deletion was asked for."""
+        return bool(self.resource.metadata.deletion_timestamp)
+
+    @property
+    def title(self) -> str:
+        """The object as a person would say it."""
+        kind, namespace, name = self.key
+        return f"{kind} {namespace}/{name}"
+
+
+class Tombstone(Record):
+    """An object that is gone; its generations must never come back."""
+
+    uid: str
+    kind: str
+    namespace: str
+    name: str
+    generation: int
+    revision: int
+    deleted_at: str
+
+
+class RequestRow(Record):
+    """The outcome recorded for an Idempotency-Key. `digest` tells another request apart."""
+
+    key: str
+    digest: str
+    reply: bytes
+
+
+# --- changes: a transaction is a sequence of these
+
+
+class PutObject(Record):
+    """Store an object whole. A lower generation than the stored one is refused."""
+
+    object: StoredObject
+
+
+class PutStatus(Record):
+    """Store what was observed; touches neither spec nor revision. Gone: no effect."""
+
+    uid: str
+    status: Status
+
+
+class PutFacts(Record):
+    """Store a VM's facts. Gone: NotFound."""
+
+    uid: str
+    facts: VmFacts
+
+
+class RemoveObject(Record):
+    """Replace an object by its tombstone."""
+
+    tombstone: Tombstone
+
+
+class PutWorker(Record):
+    """Store a worker row. Another worker id for the same VM is refused: forget that one first."""
+
+    row: WorkerRow
+
+
+class RemoveWorker(Record):
+    """Forget a worker that is proven gone."""
+
+    vm_uid: str
+
+
+class PutOperation(Record):
+    """Store an operation without its steps. A final one never changes again."""
+
+    operation: Operation
+
+
+class PutStep(Record):
+    """Journal one step of an operation."""
+
+    operation_id: str
+    index: int
+    step: OperationStep
+
+
+class PutRequest(Record):
+    """Remember the outcome of an Idempotency-Key."""
+
+    request: RequestRow
+
+
+class Prune(Record):
+    """Drop the oldest final operations and remembered requests beyond these numbers."""
+
+    operations_max: int
+    requests_max: int
+
+
+Change = (
+    PutObject
+    | PutStatus
+    | PutFacts
+    | RemoveObject
+    | PutWorker
+    | RemoveWorker
+    | PutOperation
+    | PutStep
+    | PutRequest
+    | Prune
+)
+
+
+class Snapshot(Record):
+    """Everything that the agent holds in memory: all but final operations."""
+
+    revision: int = 0
+    objects: tuple[StoredObject, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
+    operations: tuple[Operation, ...] = ()  # active ones, with their steps
+
+
+class AgentStore(Protocol):
+    """The durable store. `commit` is one transaction: all or nothing, on disk when it returns."""
+
+    async def load(self) -> Snapshot:
+        """Return everything that is not history."""
+        ...
+
+    async def commit(self, changes: tuple[Change, ...]) -> None:
+        """Apply all changes, or raise and apply none."""
+        ...
+
+    async def operation(self, operation_id: str) -> Operation | None:
+        """Return one operation with its steps."""
+        ...
+
+    async def operations(
+        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
+    ) -> list[Operation]:
+        """Return operations without steps, newest first."""
+        ...
+
+    async def request(self, key: str) -> RequestRow | None:
+        """Return what was recorded for an Idempotency-Key."""
+        ...
+
+
+def with_status(resource: Resource, status: Status) -> Resource:
+    """Return the resource with another status."""
+    return msgspec.structs.replace(resource, status=status)
+
+
+def revision_of(stored: StoredObject) -> int:
+    """Return the resource version as the number that it is."""
+    return int(stored.resource.metadata.resource_version or "0")

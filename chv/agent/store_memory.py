@@ -1,0 +1,51 @@
+"""The agent's store in memory, for the simulation and for tests: outlives an engine, not us."""
+
+from __future__ import annotations
+
+import anyio.lowlevel
+import msgspec
+
+from chv.agent.records import Change, RequestRow, Snapshot
+from chv.agent.tables import Tables
+from chv.common.wire.agent import Operation
+
+
+class MemoryStore:
+    """An `AgentStore` whose transactions are applied to `Tables`."""
+
+    def __init__(self) -> None:
+        self.tables = Tables()
+
+    async def load(self) -> Snapshot:
+        """Return everything that is not history."""
+        await anyio.lowlevel.checkpoint()
+        return self.tables.snapshot()
+
+    async def commit(self, changes: tuple[Change, ...]) -> None:
+        """Apply all changes, or raise and apply none."""
+        await anyio.lowlevel.checkpoint()
+        self.tables.apply(changes)
+
+    async def operation(self, operation_id: str) -> Operation | None:
+        """Return one operation with its steps."""
+        return self.tables.operations.get(operation_id)
+
+    async def operations(
+        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
+    ) -> list[Operation]:
+        """Return operations without steps, newest first."""
+        wanted = (kind, namespace, name)
+        found = [
+            msgspec.structs.replace(operation, steps=[])
+            for operation in reversed(self.tables.operations.values())
+            if all(not w or w == h for w, h in zip(wanted, _target(operation), strict=True))
+        ]
+        return found[:limit]
+
+    async def request(self, key: str) -> RequestRow | None:
+        """Return what was recorded for an Idempotency-Key."""
+        return self.tables.requests.get(key)
+
+
+def _target(operation: Operation) -> tuple[str, str, str]:
+    return (operation.kind, operation.namespace, operation.name)

@@ -1,0 +1,319 @@
+"""The agent's store in SQLite: `agent.db`, one transaction a commit, through `chv.common.store`.
+
+Structs are kept as JSON beside the columns that the rules need. The rules are those of
+`chv.agent.tables`, in SQL; the contract tests hold both together. Fails like `chv.common.store`,
+and with AlreadyExists, StaleGeneration, Conflict or NotFound where a rule is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar, assert_never
+
+import msgspec
+
+from chv.agent.records import (
+    FINAL_STATES,
+    STATUS_TYPES,
+    Change,
+    Prune,
+    PutFacts,
+    PutObject,
+    PutOperation,
+    PutRequest,
+    PutStatus,
+    PutStep,
+    PutWorker,
+    RemoveObject,
+    RemoveWorker,
+    RequestRow,
+    Snapshot,
+    StoredObject,
+    Tombstone,
+    VmFacts,
+    WorkerRow,
+    revision_of,
+    with_status,
+)
+from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
+from chv.common.store import Connection, Row, Store
+from chv.common.wire.agent import Operation, OperationStep
+from chv.common.wire.resources import KINDS
+
+T = TypeVar("T")
+
+MIGRATIONS = (
+    (
+        """CREATE TABLE objects (
+            uid TEXT PRIMARY KEY, kind TEXT NOT NULL, namespace TEXT NOT NULL, name TEXT NOT NULL,
+            generation INTEGER NOT NULL, revision INTEGER NOT NULL, resource TEXT NOT NULL,
+            status TEXT, facts TEXT, slot INTEGER UNIQUE, deleting INTEGER NOT NULL,
+            UNIQUE (kind, namespace, name)) STRICT""",
+        """CREATE TABLE tombstones (
+            uid TEXT PRIMARY KEY, revision INTEGER NOT NULL, body TEXT NOT NULL) STRICT""",
+        """CREATE TABLE workers (
+            vm_uid TEXT PRIMARY KEY REFERENCES objects (uid), worker_id TEXT NOT NULL UNIQUE,
+            body TEXT NOT NULL) STRICT""",
+        """CREATE TABLE operations (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, kind TEXT NOT NULL,
+            namespace TEXT NOT NULL, name TEXT NOT NULL, final INTEGER NOT NULL,
+            body TEXT NOT NULL) STRICT""",
+        "CREATE INDEX operations_by_target ON operations (kind, namespace, name, seq)",
+        "CREATE INDEX operations_active ON operations (final, seq)",
+        """CREATE TABLE steps (
+            operation_id TEXT NOT NULL REFERENCES operations (id) ON DELETE CASCADE,
+            number INTEGER NOT NULL, body TEXT NOT NULL,
+            PRIMARY KEY (operation_id, number)) STRICT""",
+        """CREATE TABLE requests (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE,
+            digest TEXT NOT NULL, reply BLOB NOT NULL) STRICT""",
+    ),
+)
+
+
+class SqliteStore:
+    """An `AgentStore` on a `Store`; several may follow each other, one at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, path: Path) -> AsyncIterator[SqliteStore]:
+        """Open or make the database file."""
+        async with Store.open(path, MIGRATIONS) as store:
+            yield cls(store)
+
+    async def load(self) -> Snapshot:
+        """Return everything that is not history."""
+        return await self._store.read(_load)
+
+    async def commit(self, changes: tuple[Change, ...]) -> None:
+        """Apply all changes, or raise and apply none."""
+
+        def transaction(db: Connection) -> None:
+            for change in changes:
+                _apply(db, change)
+
+        await self._store.write(transaction)
+
+    async def operation(self, operation_id: str) -> Operation | None:
+        """Return one operation with its steps."""
+        return await self._store.read(lambda db: _operation(db, operation_id))
+
+    async def operations(
+        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
+    ) -> list[Operation]:
+        """Return operations without steps, newest first."""
+        query = """SELECT body FROM operations WHERE (?1 = '' OR kind = ?1)
+            AND (?2 = '' OR namespace = ?2) AND (?3 = '' OR name = ?3)
+            ORDER BY seq DESC LIMIT ?4"""
+        values = (kind, namespace, name, limit)
+        rows = await self._store.read(lambda db: db.execute(query, values).fetchall())
+        return [_decode(row["body"], Operation) for row in rows]
+
+    async def request(self, key: str) -> RequestRow | None:
+        """Return what was recorded for an Idempotency-Key."""
+        query = "SELECT key, digest, reply FROM requests WHERE key = ?"
+        row = await self._store.read(lambda db: db.execute(query, (key,)).fetchone())
+        return None if row is None else RequestRow(**dict(row))
+
+
+def _decode(text: str, kind: type[T]) -> T:
+    return msgspec.json.decode(text, type=kind)
+
+
+def _encode(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _load(db: Connection) -> Snapshot:
+    revision = db.execute(
+        """SELECT max(coalesce((SELECT max(revision) FROM objects), 0),
+                      coalesce((SELECT max(revision) FROM tombstones), 0))"""
+    ).fetchone()[0]
+    active = db.execute("SELECT id FROM operations WHERE final = 0 ORDER BY seq").fetchall()
+    operations = (_operation(db, row["id"]) for row in active)
+    return Snapshot(
+        revision=revision,
+        objects=tuple(map(_object, db.execute("SELECT * FROM objects ORDER BY rowid"))),
+        workers=tuple(
+            _decode(row["body"], WorkerRow) for row in db.execute("SELECT body FROM workers")
+        ),
+        operations=tuple(operation for operation in operations if operation is not None),
+    )
+
+
+def _object(row: Row) -> StoredObject:
+    resource = _decode(row["resource"], KINDS[row["kind"]])
+    if row["status"] is not None:
+        resource = with_status(resource, _decode(row["status"], STATUS_TYPES[row["kind"]]))
+    facts = None if row["facts"] is None else _decode(row["facts"], VmFacts)
+    return StoredObject(resource=resource, facts=facts)
+
+
+def _operation(db: Connection, operation_id: str) -> Operation | None:
+    row = db.execute("SELECT body FROM operations WHERE id = ?", (operation_id,)).fetchone()
+    if row is None:
+        return None
+    query = "SELECT body FROM steps WHERE operation_id = ? ORDER BY number"
+    steps = [_decode(step["body"], OperationStep) for step in db.execute(query, (operation_id,))]
+    return msgspec.structs.replace(_decode(row["body"], Operation), steps=steps)
+
+
+def _apply(db: Connection, change: Change) -> None:
+    match change:
+        case PutObject(object=stored):
+            _put_object(db, stored)
+        case PutStatus(uid=uid, status=status):
+            db.execute("UPDATE objects SET status = ? WHERE uid = ?", (_encode(status), uid))
+        case PutFacts(uid=uid, facts=facts):
+            _put_facts(db, uid, facts)
+        case RemoveObject(tombstone=tombstone):
+            _remove_object(db, tombstone)
+        case PutWorker(row=row):
+            _put_worker(db, row)
+        case RemoveWorker(vm_uid=vm_uid):
+            db.execute("DELETE FROM workers WHERE vm_uid = ?", (vm_uid,))
+        case PutOperation(operation=operation):
+            _put_operation(db, operation)
+        case PutStep():
+            _put_step(db, change)
+        case PutRequest(request=request):
+            db.execute(
+                "INSERT OR REPLACE INTO requests (key, digest, reply) VALUES (?, ?, ?)",
+                (request.key, request.digest, request.reply),
+            )
+        case Prune():
+            _prune(db, change)
+        case _:
+            assert_never(change)
+
+
+def _put_object(db: Connection, stored: StoredObject) -> None:
+    metadata = stored.resource.metadata
+    named = db.execute(
+        "SELECT uid FROM objects WHERE kind = ? AND namespace = ? AND name = ?", stored.key
+    ).fetchone()
+    if named is not None and named["uid"] != stored.uid:
+        raise AlreadyExists(f"the name is taken by {named['uid']}", resource=stored.title)
+    known = db.execute("SELECT generation FROM objects WHERE uid = ?", (stored.uid,)).fetchone()
+    gone = db.execute("SELECT 1 FROM tombstones WHERE uid = ?", (stored.uid,)).fetchone()
+    if gone is not None or (known is not None and metadata.generation < known["generation"]):
+        raise StaleGeneration(f"generation {metadata.generation} is not new", resource=stored.title)
+    slot = None if stored.facts is None else stored.facts.slot
+    taken = db.execute("SELECT uid FROM objects WHERE slot = ? AND uid <> ?", (slot, stored.uid))
+    if taken.fetchone() is not None:
+        raise Conflict(f"slot {slot} belongs to another VM", resource=stored.title)
+    status = stored.resource.status
+    values = {
+        "uid": stored.uid,
+        "kind": stored.key[0],
+        "namespace": metadata.namespace,
+        "name": metadata.name,
+        "generation": metadata.generation,
+        "revision": revision_of(stored),
+        "resource": _encode(msgspec.structs.replace(stored.resource, status=None)),
+        "status": None if status is None else _encode(status),
+        "facts": None if stored.facts is None else _encode(stored.facts),
+        "slot": slot,
+        "deleting": int(stored.deleting),
+    }
+    db.execute(_UPSERT_OBJECT, values)
+
+
+_OBJECT_COLUMNS = (
+    "uid",
+    "kind",
+    "namespace",
+    "name",
+    "generation",
+    "revision",
+    "resource",
+    "status",
+    "facts",
+    "slot",
+    "deleting",
+)
+_UPSERT_OBJECT = (
+    f"INSERT INTO objects ({', '.join(_OBJECT_COLUMNS)})"  # noqa: S608 - our own column names
+    f" VALUES ({', '.join(f':{column}' for column in _OBJECT_COLUMNS)})"
+    " ON CONFLICT (uid) DO UPDATE SET "
+    + ", ".join(f"{column} = excluded.{column}" for column in _OBJECT_COLUMNS[4:])
+)
+
+
+def _put_facts(db: Connection, uid: str, facts: VmFacts) -> None:
+    values = (_encode(facts), facts.slot, uid)
+    if db.execute("UPDATE objects SET facts = ?, slot = ? WHERE uid = ?", values).rowcount == 0:
+        raise NotFound("no such object", resource=uid)
+
+
+def _remove_object(db: Connection, tombstone: Tombstone) -> None:
+    if db.execute("SELECT 1 FROM workers WHERE vm_uid = ?", (tombstone.uid,)).fetchone():
+        raise Conflict("its VMM is not forgotten yet", resource=tombstone.uid)
+    if db.execute("DELETE FROM objects WHERE uid = ?", (tombstone.uid,)).rowcount == 0:
+        raise NotFound("no such object", resource=tombstone.uid)
+    db.execute(
+        "INSERT INTO tombstones (uid, revision, body) VALUES (?, ?, ?)",
+        (tombstone.uid, tombstone.revision, _encode(tombstone)),
+    )
+
+
+def _put_worker(db: Connection, row: WorkerRow) -> None:
+    query = "SELECT worker_id FROM workers WHERE vm_uid = ?"
+    existing = db.execute(query, (row.vm_uid,)).fetchone()
+    if existing is not None and existing["worker_id"] != row.worker_id:
+        raise Conflict(f"worker {existing['worker_id']} is not forgotten yet", resource=row.vm_uid)
+    if db.execute("SELECT 1 FROM objects WHERE uid = ?", (row.vm_uid,)).fetchone() is None:
+        raise NotFound("no such object", resource=row.vm_uid)
+    db.execute(
+        """INSERT INTO workers (vm_uid, worker_id, body) VALUES (?, ?, ?)
+           ON CONFLICT (vm_uid) DO UPDATE SET body = excluded.body""",
+        (row.vm_uid, row.worker_id, _encode(row)),
+    )
+
+
+def _put_operation(db: Connection, operation: Operation) -> None:
+    query = "SELECT final FROM operations WHERE id = ?"
+    existing = db.execute(query, (operation.id,)).fetchone()
+    if existing is not None and existing["final"]:
+        raise Conflict("a final operation does not change", resource=operation.id)
+    db.execute(
+        """INSERT INTO operations (id, kind, namespace, name, final, body)
+           VALUES (?, ?, ?, ?, ?, ?)
+           ON CONFLICT (id) DO UPDATE SET final = excluded.final, body = excluded.body""",
+        (
+            operation.id,
+            operation.kind,
+            operation.namespace,
+            operation.name,
+            int(operation.state in FINAL_STATES),
+            _encode(msgspec.structs.replace(operation, steps=[])),
+        ),
+    )
+
+
+def _put_step(db: Connection, change: PutStep) -> None:
+    query = "SELECT 1 FROM operations WHERE id = ?"
+    if db.execute(query, (change.operation_id,)).fetchone() is None:
+        raise NotFound("no such operation", resource=change.operation_id)
+    db.execute(
+        "INSERT OR REPLACE INTO steps (operation_id, number, body) VALUES (?, ?, ?)",
+        (change.operation_id, change.index, _encode(change.step)),
+    )
+
+
+def _prune(db: Connection, change: Prune) -> None:
+    db.execute(
+        """DELETE FROM operations WHERE final = 1 AND seq NOT IN
+           (SELECT seq FROM operations WHERE final = 1 ORDER BY seq DESC LIMIT ?)""",
+        (change.operations_max,),
+    )
+    db.execute(
+        """DELETE FROM requests WHERE seq NOT IN
+           (SELECT seq FROM requests ORDER BY seq DESC LIMIT ?)""",
+        (change.requests_max,),
+    )
