@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import anyio
+import anyio.abc
 
 SEND_TIMEOUT_S = 10.0
 CHUNK_BYTES_MAX = 65536
@@ -109,15 +110,7 @@ class Channel:
         except BaseException:
             close_fds(fds)
             raise
-        self._begin(frame, fds)
-
-    def send_if_idle(self, frame: bytes) -> None:
-        """Send `frame` if no other is on its way, else drop it."""
-        if not self._backlog and not self._closed_why:
-            self._begin(frame, ())
-
-    def _begin(self, frame: bytes, fds: Sequence[int]) -> None:
-        """Make `frame` the channel's, in one step without an await."""
+        # No await from here on: the frame is the channel's as one step.
         self._backlog = memoryview(frame)
         self._backlog_fds = fds
         try:
@@ -147,8 +140,11 @@ class Channel:
         close_fds(self._backlog_fds)
         self._backlog_fds = ()
 
-    async def pump(self) -> None:
+    async def pump(
+        self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
         """Finish frames that the kernel did not take at once; give up on a peer that is stuck."""
+        task_status.started()
         while True:
             await self._wake.wait()
             self._wake = anyio.Event()

@@ -70,8 +70,9 @@ class _Waiter:
 class Client:
     """One connection. Made by `connect`."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, tasks: anyio.abc.TaskGroup) -> None:
         self._channel = channel
+        self._tasks = tasks
         self._ids = itertools.count(1)
         self._waiters: dict[int | str, _Waiter] = {}
         self._fds: list[int] = []
@@ -142,8 +143,8 @@ class Client:
         finally:
             del self._waiters[call_id]
             close_fds(waiter.fds)
-            if waiter.sent and waiter.reply is None and not method.mutating:
-                self._leave(call_id)
+            if waiter.sent and waiter.reply is None and not (method.mutating or self._lost):
+                self._tasks.start_soon(self._leave, call_id)
 
     async def _send(self, frame: bytes, waiter: _Waiter) -> None:
         if self._lost:
@@ -190,20 +191,20 @@ class Client:
         result: R = decode_typed(method.result, reply.result, f"reply to {method.name}")
         return result
 
-    def _leave(self, call_id: int) -> None:
-        """Tell the server that nobody waits any more, if that goes without waiting.
-
-        Where it does not, the server stops the call at its deadline or with the connection.
-        """
+    async def _leave(self, call_id: int) -> None:
+        """Tell the server that nobody waits for this call any more, so that it stops it."""
         try:
-            self._channel.send_if_idle(encode_request(CANCEL, CancelParams(call_id), None))
+            await self._channel.send(encode_request(CANCEL, CancelParams(call_id), None))
         except ChannelClosed as error:
             self._lose(str(error))
 
     # --- the reader
 
-    async def run(self) -> None:
+    async def run(
+        self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
         """Read until the connection is gone, then wake every caller. Raises nothing."""
+        task_status.started()
         why = "the connection was closed here"
         try:
             why = await self._read()
@@ -306,12 +307,12 @@ async def connect(
     except BaseException:
         sock.close()
         raise
-    client = Client(channel)
     failure: Exception | None = None
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(channel.pump)
-            tasks.start_soon(client.run)
+            client = Client(channel, tasks)
+            await tasks.start(channel.pump)
+            await tasks.start(client.run)
             try:
                 yield client
             except Exception as error:  # noqa: BLE001  raised again below, see there

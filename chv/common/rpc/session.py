@@ -2,8 +2,9 @@
 
 Rules: a frame that cannot be read gets an error with id null; over 1 MiB the connection ends
 after such an error; an id already in flight is refused; a notification is never executed, and
-`Cancel` alone has a meaning: the caller left that call, stop it. At most PENDING_MAX requests are
-read ahead of their replies. When the peer leaves or closes its sending half, its calls are
+`Cancel` alone has a meaning: the caller left that call, stop it. More than PENDING_MAX requests or
+PENDING_BYTES_MAX of them without a reply are refused, not left unread: a Cancel could be behind
+them. When the peer leaves or closes its sending half, its calls are
 cancelled. Nothing here can end another session or the server.
 """
 
@@ -17,7 +18,12 @@ import anyio.abc
 import msgspec
 from msgspec import UnsetType
 
-from chv.common.errors import JSONRPC_INVALID_REQUEST, InvalidArgument
+from chv.common.errors import (
+    JSONRPC_CHV_ERROR,
+    JSONRPC_INVALID_REQUEST,
+    InvalidArgument,
+    ResourceExhausted,
+)
 from chv.common.rpc.channel import Channel, ChannelClosed, Peer
 from chv.common.rpc.dispatch import Dispatcher
 from chv.common.rpc.envelope import (
@@ -32,7 +38,8 @@ from chv.common.rpc.envelope import (
 from chv.common.rpc.framing import FrameTooLong, LineFramer
 
 log = logging.getLogger("chv.rpc")
-PENDING_MAX = 64
+PENDING_MAX = 1024
+PENDING_BYTES_MAX = 16 << 20
 
 
 class Session:
@@ -43,7 +50,9 @@ class Session:
         self._peer = peer
         self._dispatcher = dispatcher
         self._calls: dict[int | str, anyio.CancelScope] = {}
-        self._pending = anyio.Semaphore(PENDING_MAX, fast_acquire=True)
+        # Calls whose reply is not on its way yet; a peer that does not read holds these up.
+        self._pending = 0
+        self._pending_bytes = 0
 
     async def run(self) -> None:
         """Return when the connection has ended; raises nothing that could reach a sibling."""
@@ -77,15 +86,23 @@ class Session:
             if isinstance(request.id, UnsetType):
                 self._notified(request)
                 return
-            if request.id in self._calls:
-                busy = InvalidArgument(f"id {request.id!r} is already in flight", field="id")
-                raise RequestError(JSONRPC_INVALID_REQUEST, busy, None)
+            self._check_room(request.id, len(frame))
         except RequestError as error:
             await self._send(encode_error(error.request_id, error.error, error.jsonrpc_code))
             return
-        await self._pending.acquire()
-        scope = self._calls[request.id] = anyio.CancelScope()
-        tasks.start_soon(self._call, request, request.id, scope)
+        self._pending += 1
+        self._pending_bytes += len(frame)
+        self._calls[request.id] = anyio.CancelScope()
+        tasks.start_soon(self._call, request, request.id, len(frame))
+
+    def _check_room(self, call_id: int | str, size_bytes: int) -> None:
+        """Raise RequestError when this call may not join those in flight."""
+        if call_id in self._calls:
+            twice = InvalidArgument(f"id {call_id!r} is already in flight", field="id")
+            raise RequestError(JSONRPC_INVALID_REQUEST, twice, None)
+        if self._pending >= PENDING_MAX or self._pending_bytes + size_bytes > PENDING_BYTES_MAX:
+            full = ResourceExhausted(f"{self._pending} calls of this connection wait for a reply")
+            raise RequestError(JSONRPC_CHV_ERROR, full, call_id)
 
     def _notified(self, request: Request) -> None:
         """Obey Cancel, ignore every other notification: each call of ours needs its answer."""
@@ -100,17 +117,18 @@ class Session:
         if scope := self._calls.get(call_id):
             scope.cancel()
 
-    async def _call(self, request: Request, call_id: int | str, scope: anyio.CancelScope) -> None:
+    async def _call(self, request: Request, call_id: int | str, size_bytes: int) -> None:
         try:
             answer = None
-            with scope:
+            with self._calls[call_id]:
                 answer = await self._dispatcher.answer(request, call_id, self._peer, self._send)
             # Off the list before the reply: once the peer has that, it may use the id again.
             del self._calls[call_id]
             if answer is not None:
                 await self._send(answer.frame, answer.fds)
         finally:
-            self._pending.release()
+            self._pending -= 1
+            self._pending_bytes -= size_bytes
 
     async def _send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         try:
