@@ -24,6 +24,10 @@ class Provider(Protocol):
         """Return `plain`, `cgroup` or another kind."""
 
     @property
+    def layout(self) -> Layout:
+        """Return the instance whose workers it handles."""
+
+    @property
     def limits_memory(self) -> bool:
         """Tell whether `memory_max_bytes` takes effect."""
 

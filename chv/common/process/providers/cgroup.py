@@ -51,9 +51,14 @@ class CgroupProvider:
     def __init__(self, layout: Layout, hierarchy: Path) -> None:
         self.layout = layout
         self.base = hierarchy / layout.cgroup
+        self._hierarchy = hierarchy
         self._starting: set[str] = set()
+        self._limits_memory = False
+        self._make_base()
+
+    def _make_base(self) -> None:
         self.base.mkdir(exist_ok=True)
-        self._limits_memory = _enable_memory(hierarchy, self.base)
+        self._limits_memory = _enable_memory(self._hierarchy, self.base)
 
     @property
     def limits_memory(self) -> bool:
@@ -76,6 +81,8 @@ class CgroupProvider:
         leaf = self.base / name
         self._starting.add(name)
         try:
+            if not self.base.exists():  # retired meanwhile
+                self._make_base()
             _make_leaf(leaf, spec)
             if spec.memory_max_bytes and self._limits_memory:
                 _limit_memory(leaf, spec.memory_max_bytes)
@@ -148,7 +155,6 @@ def _leaf_name(spec: SpawnSpec) -> str:
 
 
 def _make_leaf(leaf: Path, spec: SpawnSpec) -> None:
-    leaf.parent.mkdir(exist_ok=True)
     leaf.mkdir(exist_ok=True)
     if (leaf / "cgroup.procs").read_text():
         raise InUse(f"cgroup {leaf} has processes already", resource=spec.worker_id)

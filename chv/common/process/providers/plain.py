@@ -5,6 +5,8 @@ Descendants of a worker are not grouped: what it starts, it must end.
 
 from __future__ import annotations
 
+import msgspec
+
 from chv.common.errors import InUse
 from chv.common.layout import Layout
 from chv.common.process import pidfd, procfs, records
@@ -39,7 +41,8 @@ class PlainProvider:
 
     def find(self, worker_prefix: str) -> list[FoundWorker]:
         """Return live workers whose id starts with the prefix."""
-        return records.scan(worker_prefix)
+        found = records.scan(worker_prefix)
+        return [msgspec.structs.replace(worker, cgroup="") for worker in found]
 
     async def cleanup(self, record: WorkerRecord) -> None:
         """Nothing is left of a dead plain worker."""
