@@ -89,7 +89,8 @@ class VolumeInfo(Reply, frozen=True, kw_only=True):
     created: bool = False  # by this very call
     attached_to: str = ""  # vm_id
     last_error: str = ""
-    state: str = "open"  # open | missing | broken
+    state: str = "open"  # open | closed | missing | broken
+    cache: str = ""  # direct | page cache (the file system refuses O_DIRECT)
 
 
 class VolumeRef(Message, frozen=True, kw_only=True):

@@ -1,0 +1,141 @@
+"""`python -m chv.stord --config FILE`: the storage daemon of one node, in the foreground.
+
+Takes its lock, binds its socket and answers UNAVAILABLE while it re-reads the world, then serves
+until SIGTERM or SIGINT. Its end, however it comes, tears nothing down: storage daemons go on.
+Fails to start with one JSON line that says why and exit code of that error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from chv import VERSION
+from chv.common import config as configuration
+from chv.common import failpoint, logs
+from chv.common.clock import SystemClock, boot_id
+from chv.common.errors import ChvError
+from chv.common.files import FileLock, ensure_dir
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.process import choose_provider
+from chv.common.rpc import Server
+from chv.common.store import Store
+from chv.common.wire.stord import METHODS
+from chv.common.wire.types import HELLO, PROTOCOL_VERSIONS, HelloReply, HelloRequest
+from chv.stord.backends.file import FileBackend
+from chv.stord.events import Events
+from chv.stord.keeper import Keeper
+from chv.stord.records import MIGRATIONS, Records
+from chv.stord.service import Service
+from chv.stord.work import Parts
+
+log = logs.get("chv.stord")
+DAEMON = "stord"
+READY_FD = "CHV_READY_FD"
+ALLOW_UIDS = frozenset({0})  # the agent; nobody else speaks to stord
+
+
+async def serve(config: configuration.Config, layout: Layout) -> None:
+    """Run the daemon until a signal comes."""
+    server = Server(DAEMON, METHODS, allow_uids=ALLOW_UIDS)
+    server.recovering = "reading its records and the storage daemons"
+    server.add(HELLO, _hello(layout, server))
+    async with (
+        Store.open(layout.database(DAEMON), MIGRATIONS) as store,
+        anyio.create_task_group() as tasks,
+    ):
+        records = await Records.load(store)
+        files = FileBackend(
+            layout, [Path(path) for path in config.storage.allowed_paths], config.storage.aio
+        )
+        parts = Parts(
+            layout=layout,
+            records=records,
+            provider=choose_provider(layout),
+            volumes=files,
+            clock=SystemClock(),
+            ids=Ids(),
+            boot_id=boot_id(),
+        )
+        events = Events()
+        keeper = Keeper(parts, events, tasks)
+        service = Service(keeper, files, events)
+        service.register(server)
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            await tasks.start(server.serve, layout.socket(DAEMON))
+            await service.restore()
+            server.recovering = None
+            tasks.start_soon(keeper.pulse_forever)
+            await _ready(records)
+            async for number in signals:
+                log.info("stopping", signal=number.name)
+                break
+        tasks.cancel_scope.cancel()
+
+
+def _hello(
+    layout: Layout, server: Server
+) -> Callable[[HelloRequest], Coroutine[None, None, HelloReply]]:
+    async def hello(_request: HelloRequest) -> HelloReply:
+        return HelloReply(
+            daemon=DAEMON,
+            version=VERSION,
+            protocol=PROTOCOL_VERSIONS[-1],
+            instance=layout.instance,
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            state="ready" if server.recovering is None else "recovering",
+        )
+
+    return hello
+
+
+async def _ready(records: Records) -> None:
+    log.info("ready", volumes=len(records.volumes), vms=len(records.backends))
+    number = os.environ.get(READY_FD, "")
+    if number.isdigit():
+        await anyio.to_thread.run_sync(_tell, int(number))
+
+
+def _tell(fd: int) -> None:
+    os.write(fd, b"ready\n")
+    os.close(fd)
+
+
+def _prepare(layout: Layout) -> None:
+    for directory in (layout.run, layout.vms, layout.state):
+        ensure_dir(directory, mode=0o711)
+    ensure_dir(layout.api, mode=0o750, gid=-1)
+    ensure_dir(layout.logs, mode=0o750, gid=-1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Start from the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="chv-stord", description="The storage daemon of CHV.")
+    parser.add_argument("--config", type=Path, required=True, help="the node's TOML file")
+    options = parser.parse_args(arguments)
+    logs.setup(DAEMON)
+    try:
+        failpoint.require_allowed()
+        config = configuration.load(options.config)
+        logs.setup(DAEMON, config.node.log_level)
+        layout = configuration.resolve_layout(config)
+        _prepare(layout)
+        with FileLock.acquire(layout.lock(DAEMON)):
+            anyio.run(serve, config, layout)
+    except ChvError as error:
+        log.error("failed", error=error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""The files of a volume of class `file`: made, looked at and removed, each change whole or not.
+
+Everything blocks; called in threads by `file`. A volume is a directory with `disk.<format>`,
+`lock` and `volume.json` (what it is, for a store that was lost).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from chv.common.errors import DataLoss, InUse, InvalidArgument, NotFound, OwnershipConflict
+from chv.common.files import (
+    atomic_write,
+    copy_file,
+    ensure_dir,
+    fsync,
+    no_space_is_exhausted,
+    sync_directory,
+)
+from chv.common.wire.stord import VolumeBackend, VolumeFormat
+from chv.stord import qcow2
+from chv.stord.backends.base import Inspection
+
+SECTOR_BYTES = 512
+STAT_BLOCK_BYTES = 512
+LOCK_FILE_BYTES = 4096
+NEW, OLD = ".new", ".old"
+# struct flock: type, whence, start, length (0: to the end), pid (0: lock of the open file).
+_LOCK = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+@contextmanager
+def exclusively(lock_path: Path) -> Iterator[None]:
+    """Hold the volume against any storage daemon: the same locks of open files as QEMU's."""
+    try:
+        fd = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NotFound(f"the volume has no lock file {str(lock_path)!r}") from error
+    try:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise InUse(
+                f"a process holds the volume: {str(lock_path)!r} is locked",
+                hint="no record explains it; see /proc/locks",
+            ) from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def takes_direct(path: Path) -> bool:
+    """Tell whether the file system opens `path` with O_DIRECT."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def begin(building: Path) -> None:
+    ensure_dir(building.parent, mode=0o711)
+    remove_tree(building)
+    with no_space_is_exhausted(building):
+        building.mkdir(mode=0o700)
+
+
+def build_raw(disk: Path, spec: VolumeBackend) -> None:
+    if spec.source is not None:
+        copy_file(Path(spec.source.path), disk)
+    extend_raw(disk, spec.size_bytes)
+
+
+def extend_raw(disk: Path, size_bytes: int) -> None:
+    with no_space_is_exhausted(disk):
+        fd = os.open(disk, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                os.ftruncate(fd, size_bytes)
+            except OSError as error:
+                if error.errno != errno.EFBIG:
+                    raise
+                raise InvalidArgument(
+                    f"the file system takes no file of {size_bytes} bytes",
+                    field="backend.size_bytes",
+                ) from error
+            fsync(fd, disk)
+        finally:
+            os.close(fd)
+
+
+def describe(directory: Path, spec: VolumeBackend) -> None:
+    atomic_write(directory / "volume.json", msgspec.json.encode(spec))
+
+
+def finish(building: Path, directory: Path, spec: VolumeBackend) -> None:
+    """Put everything on the disk, then give the volume its name."""
+    extend_raw(building / "lock", LOCK_FILE_BYTES)
+    describe(building, spec)
+    disk = building / f"disk.{spec.format.value}"
+    disk.chmod(0o600)
+    fd = os.open(disk, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fsync(fd, disk)
+    finally:
+        os.close(fd)
+    building.chmod(0o711)
+    sync_directory(building)
+    building.rename(directory)
+    sync_directory(directory.parent)
+
+
+def matches(directory: Path, spec: VolumeBackend) -> bool:
+    """Tell whether the volume is there; raise where it is another one."""
+    try:
+        data = (directory / "volume.json").read_bytes()
+    except FileNotFoundError:
+        if directory.exists():
+            raise OwnershipConflict(f"{str(directory)!r} is not a volume; left alone") from None
+        return False
+    there = msgspec.json.decode(data, type=VolumeBackend)
+    if (there.format, there.source) != (spec.format, spec.source):
+        raise OwnershipConflict(
+            f"{str(directory)!r} holds another volume ({there.format.value})",
+            hint="delete the volume first",
+        )
+    return True
+
+
+def remove_volume(directory: Path) -> None:
+    """Rename first: a removal that was cut short leaves nothing under the volume's name."""
+    leaving = directory.with_name(directory.name + OLD)
+    remove_tree(leaving)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(leaving)
+        sync_directory(directory.parent)
+        remove_tree(leaving)
+
+
+def remove_tree(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def inspect(disk: Path, spec: VolumeBackend) -> Inspection:
+    try:
+        status = disk.lstat()
+    except FileNotFoundError:
+        return Inspection(path=disk, state="missing", problem=f"{str(disk)!r} does not exist")
+    try:
+        size_bytes = virtual_size_bytes(disk, spec.format)
+    except (DataLoss, InvalidArgument) as error:
+        return Inspection(path=disk, state="broken", problem=error.message)
+    return Inspection(
+        path=disk,
+        state="open",
+        size_bytes=size_bytes,
+        allocated_bytes=status.st_blocks * STAT_BLOCK_BYTES,
+        direct=takes_direct(disk),
+    )
+
+
+def virtual_size_bytes(disk: Path, volume_format: VolumeFormat) -> int:
+    """Return the size that the guest sees; refuse a volume whose header was tampered with."""
+    if volume_format is VolumeFormat.RAW:
+        return disk.lstat().st_size
+    header = qcow2.read_header(disk)
+    if header.has_external_data or header.corrupt:
+        raise DataLoss(
+            f"the header of {str(disk)!r} is damaged or names another file",
+            hint="qemu-img check, or restore it",
+        )
+    return header.size_bytes
+
+
+def image_size_bytes(path: Path, image_format: VolumeFormat) -> int:
+    try:
+        status = path.stat()
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"image {str(path)!r} does not exist", field="backend.source.path"
+        ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidArgument(
+            f"image {str(path)!r} is not a regular file", field="backend.source.path"
+        )
+    if image_format is VolumeFormat.RAW:
+        return -(-status.st_size // SECTOR_BYTES) * SECTOR_BYTES
+    header = qcow2.read_header(path)
+    if header.has_backing or header.has_external_data:
+        raise InvalidArgument(
+            f"image {str(path)!r} refers to another file",
+            field="backend.source",
+            hint="flatten it with qemu-img convert",
+        )
+    return header.size_bytes

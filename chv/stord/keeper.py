@@ -1,0 +1,235 @@
+"""Keeps the storage daemon of each VM where the records want it, and notices what happens to it.
+
+One lock per VM; under it: observe, plan, apply, record the outcome. A death is noticed by the
+pidfd; a hung storage daemon misses its deadline three times and is killed. No new incarnation
+ever starts unasked. One VM's failure is logged here and tried again; it harms no other VM.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from chv.common import logs
+from chv.common.clock import timestamp
+from chv.common.errors import ChvError, DeadlineExceeded
+from chv.common.failpoint import failpoint
+from chv.common.process import WorkerRecord, wait_gone
+from chv.common.wire.stord import CrashClass, StorageEvent
+from chv.stord.events import Events
+from chv.stord.exports import RunDirectory
+from chv.stord.locks import KeyedLocks
+from chv.stord.plan import Desired, StopBackend, Wanted, plan
+from chv.stord.records import Backend, BackendPhase
+from chv.stord.work import Parts, work_on
+
+log = logs.get(__name__)
+PULSE_S = 10.0
+PULSES_PARALLEL = 8
+MISSES_MAX = 3
+REASON_CHARACTERS_MAX = 256
+CRASH_CLASS = CrashClass.RESET_VM  # for every format, as long as no proxy tracks what is in flight
+MAY_START = (BackendPhase.STARTING, BackendPhase.RECOVERING)
+
+
+class Keeper:
+    """All VMs with attachments. Tasks that watch storage daemons run in `tasks`."""
+
+    def __init__(self, parts: Parts, events: Events, tasks: TaskGroup) -> None:
+        self.parts = parts
+        self.locks = KeyedLocks()
+        self.misses: dict[str, int] = {}
+        self._records = parts.records
+        self._events = events
+        self._tasks = tasks
+        self._watched: set[str] = set()
+
+    # --- one VM; the caller holds its lock
+    async def converge(self, vm_id: str, verb: str) -> None:
+        """Bring one VM to where its records want it; `verb` names the failpoints."""
+        rows = self._records.of_vm(vm_id)
+        may_start = self._records.backends[vm_id].phase in MAY_START
+        desired = Desired(
+            attachments=tuple(
+                Wanted(volume_id=row.volume_id, read_only=row.read_only, published=row.published)
+                for row in rows
+                if row.wanted
+            ),
+            may_start=may_start,
+        )
+        async with work_on(self.parts, vm_id, verb) as work:
+            observed = await work.observe()
+            if observed.alive:
+                self._watch(vm_id)
+            for step in plan(desired, observed, tuple(row.volume_id for row in rows)):
+                await work.apply(step)
+        await self._settle(vm_id, serving=observed.alive or may_start)
+        await failpoint(f"stord.{verb}.after_record")
+
+    async def _settle(self, vm_id: str, *, serving: bool) -> None:
+        """Record what the steps have led to."""
+        rows = self._records.of_vm(vm_id)
+        for row in rows:
+            volume = self._records.volumes.get(row.volume_id)
+            if not row.wanted and volume is not None:
+                self.parts.volumes.revoke(row.volume_id, volume.backend)
+        if not any(row.wanted for row in rows):
+            await self._records.drop_backend(vm_id)
+            return
+        for row in rows:
+            if not row.wanted:
+                await self._records.drop_attachment(row.volume_id)
+            elif serving and not row.published:
+                await self._records.put_attachment(msgspec.structs.replace(row, published=True))
+        await self._settle_phase(vm_id, serving=serving)
+
+    async def _settle_phase(self, vm_id: str, *, serving: bool) -> None:
+        backend = self._records.backends[vm_id]
+        if serving and backend.phase in MAY_START:
+            await self._records.put_backend(
+                msgspec.structs.replace(backend, phase=BackendPhase.SERVING, message="", lost_at="")
+            )
+        if serving:
+            self._watch(vm_id)
+        elif backend.phase is BackendPhase.SERVING:
+            await self._mark_lost(vm_id, "the storage daemon ended")
+
+    async def give_up_recovery(self, vm_id: str, reason: str) -> None:
+        """Go back to LOST with nothing running: whoever asked no longer holds the VM still."""
+        async with work_on(self.parts, vm_id, "give_up") as work:
+            for row in self._records.of_vm(vm_id):
+                work.run.unpublish(row.volume_id)
+            await work.apply(StopBackend())
+        await self._mark_lost(vm_id, reason)
+
+    async def _mark_lost(self, vm_id: str, reason: str) -> None:
+        backend = self._records.backends[vm_id]
+        if backend.worker is not None:
+            await self.parts.provider.cleanup(backend.worker)
+        row = msgspec.structs.replace(
+            backend,
+            phase=BackendPhase.LOST,
+            message=reason[:REASON_CHARACTERS_MAX],
+            lost_at=timestamp(self.parts.clock.now()),
+        )
+        await self._records.put_backend(row)
+        log.error("backend_lost", vm_id=vm_id, reason=reason, crash_class=CRASH_CLASS.value)
+        self._events.publish(_lost(row))
+
+    async def look(self, vm_id: str) -> None:
+        """Converge once; the firewall of one VM. Counts the misses of a hung storage daemon."""
+        try:
+            await self.converge(vm_id, "adopt")
+            self.misses.pop(vm_id, None)
+        except DeadlineExceeded as error:
+            self.misses[vm_id] = self.misses.get(vm_id, 0) + 1
+            log.warning("backend_hangs", vm_id=vm_id, misses=self.misses[vm_id], error=error)
+            if self.misses[vm_id] >= MISSES_MAX:
+                await self._kill(vm_id)
+        except ChvError as error:
+            log.warning("converge_failed", vm_id=vm_id, error=error, next="tried again")
+        except Exception as error:  # the firewall of one VM
+            log.exception("converge_failed", error, vm_id=vm_id)  # noqa: TRY401  it is our logger
+
+    async def _kill(self, vm_id: str) -> None:
+        worker = self._records.backends[vm_id].worker
+        self.misses.pop(vm_id, None)
+        if worker is not None:
+            log.error("backend_killed", vm_id=vm_id, pid=worker.pid, reason="it hung")
+            await self.parts.provider.kill(worker, signal.SIGKILL)
+
+    # --- death of a storage daemon
+    def _watch(self, vm_id: str) -> None:
+        worker = self._records.backends[vm_id].worker
+        if worker is not None and worker.worker_id not in self._watched:
+            self._watched.add(worker.worker_id)
+            self._tasks.start_soon(self._until_gone, vm_id, worker)
+
+    async def _until_gone(self, vm_id: str, worker: WorkerRecord) -> None:
+        await wait_gone(worker)
+        self._watched.discard(worker.worker_id)
+        # At once, without the lock: a VMM that reconnects must find no dead path.
+        if self._is_current(vm_id, worker):
+            run = RunDirectory(self.parts.layout, vm_id)
+            for row in self._records.of_vm(vm_id):
+                run.unpublish(row.volume_id)
+        async with self.locks.hold(vm_id):
+            if self._is_current(vm_id, worker):
+                await self.look(vm_id)
+
+    def _is_current(self, vm_id: str, worker: WorkerRecord) -> bool:
+        backend = self._records.backends.get(vm_id)
+        return backend is not None and backend.worker == worker
+
+    def open_losses(self) -> list[StorageEvent]:
+        """Return an event for every loss that nobody has recovered from."""
+        rows = self._records.backends.values()
+        return [_lost(row) for row in rows if row.phase is BackendPhase.LOST]
+
+    def tell_ready(self, vm_id: str) -> None:
+        """Tell the watchers that the VM is served again."""
+        now = timestamp(self.parts.clock.now())
+        self._events.publish(
+            StorageEvent(kind="backend_ready", vm_id=vm_id, crash_class=CRASH_CLASS, at=now)
+        )
+
+    # --- all VMs
+    async def adopt(self) -> None:
+        """Bring every recorded VM to where its records want it; after a boot, void them."""
+        async with anyio.create_task_group() as adopting:
+            for vm_id in list(self._records.backends):
+                adopting.start_soon(self._adopt_one, vm_id)
+
+    async def _adopt_one(self, vm_id: str) -> None:
+        async with self.locks.hold(vm_id):
+            backend = self._records.backends[vm_id]
+            if backend.boot_id != self.parts.boot_id:
+                await self._void(backend)
+            if backend.phase is BackendPhase.RECOVERING:
+                await self.give_up_recovery(vm_id, "stord ended during the recovery")
+            else:
+                await self.look(vm_id)
+
+    async def _void(self, backend: Backend) -> None:
+        for row in self._records.of_vm(backend.vm_id):
+            volume = self._records.volumes.get(row.volume_id)
+            if volume is not None:
+                self.parts.volumes.revoke(row.volume_id, volume.backend)
+        await self._records.put_backend(
+            msgspec.structs.replace(
+                backend,
+                phase=BackendPhase.ABSENT,
+                boot_id=self.parts.boot_id,
+                worker=None,
+                worker_id="",
+                incarnation="",
+            )
+        )
+        log.info("attachments_void", vm_id=backend.vm_id, reason="the host has booted")
+
+    async def pulse_forever(self) -> None:
+        """Look at every VM now and then: hints may be lost, and a hung process gives none."""
+        limiter = anyio.CapacityLimiter(PULSES_PARALLEL)
+        while True:
+            await self.parts.clock.sleep(PULSE_S)
+            async with anyio.create_task_group() as pulses:
+                for vm_id in list(self._records.backends):
+                    pulses.start_soon(self._pulse, vm_id, limiter)
+
+    async def _pulse(self, vm_id: str, limiter: anyio.CapacityLimiter) -> None:
+        async with limiter, self.locks.hold(vm_id):
+            if vm_id in self._records.backends:
+                await self.look(vm_id)
+
+
+def _lost(row: Backend) -> StorageEvent:
+    return StorageEvent(
+        kind="backend_lost",
+        vm_id=row.vm_id,
+        crash_class=CRASH_CLASS,
+        message=row.message,
+        at=row.lost_at,
+    )

@@ -1,0 +1,161 @@
+"""What has to be done for the storage daemon of one VM. Pure: no I/O, no clock, no state.
+
+`plan(desired, observed)` gives steps in order; each is idempotent, so a crash after any of them
+is followed by a new observation and a new plan. Rules that hold in every plan:
+the VMM-facing path exists only while the export behind it lives; a published export of a wanted
+attachment is never touched; a new incarnation starts only where `may_start` says so and after
+every old path is gone; remove comes before add.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from chv.stord.qsd import graph
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """One attachment that shall be served. `published`: a record says that a VMM may use it."""
+
+    volume_id: str
+    read_only: bool = False
+    published: bool = False
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """What the records want for one VM."""
+
+    attachments: tuple[Wanted, ...] = ()
+    # A dead storage daemon may be followed by a new one: no guest runs that trusts the old one.
+    may_start: bool = False
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel, the storage daemon and the run directory show."""
+
+    alive: bool = False
+    nodes: frozenset[str] = frozenset()
+    exports: frozenset[str] = frozenset()
+    # Volume ids whose VMM-facing path exists.
+    paths: frozenset[str] = frozenset()
+    # Something of this VM's storage daemon is left in the run directory.
+    remains: bool = False
+
+
+class Unpublish(msgspec.Struct, frozen=True, tag=True):
+    """Remove the VMM-facing path."""
+
+    volume_id: str
+
+
+class RemoveExport(msgspec.Struct, frozen=True, tag=True):
+    """Delete the export and wait until it is gone."""
+
+    volume_id: str
+
+
+class RemoveNodes(msgspec.Struct, frozen=True, tag=True):
+    """Delete the format node, then the lock."""
+
+    volume_id: str
+
+
+class StopBackend(msgspec.Struct, frozen=True, tag=True):
+    """End the storage daemon and remove its directory and cgroup."""
+
+
+class StartBackend(msgspec.Struct, frozen=True, tag=True):
+    """Start a new incarnation."""
+
+
+class AddNodes(msgspec.Struct, frozen=True, tag=True):
+    """Give the files to the storage uid, take the lock, open the disk."""
+
+    volume_id: str
+    read_only: bool
+
+
+class AddExport(msgspec.Struct, frozen=True, tag=True):
+    """Export under a temporary name."""
+
+    volume_id: str
+    read_only: bool
+
+
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Prime the write cache, then put the socket at its VMM-facing path."""
+
+    volume_id: str
+
+
+Step = (
+    Unpublish
+    | RemoveExport
+    | RemoveNodes
+    | StopBackend
+    | StartBackend
+    | AddNodes
+    | AddExport
+    | Publish
+)
+
+
+def plan(desired: Desired, observed: Observed, known: tuple[str, ...] = ()) -> list[Step]:
+    """Return the steps from `observed` to `desired`.
+
+    `known`: volume ids, wanted or not, whose names may show up in `observed`.
+    """
+    volume_ids = sorted(
+        {*known, *observed.paths, *(item.volume_id for item in desired.attachments)}
+    )
+    kept = _kept(desired, observed)
+    steps = _removals(volume_ids, kept, observed)
+    if not desired.attachments:
+        return steps + ([StopBackend()] if observed.alive or observed.remains else [])
+    if not observed.alive:
+        if not desired.may_start:
+            return steps
+        steps.append(StartBackend())
+    for item in sorted(desired.attachments, key=lambda wanted: wanted.volume_id):
+        # A published export that vanished from a live storage daemon: the guest that used it
+        # must be reset before there is a new one, as after a loss.
+        if item.volume_id not in kept and (desired.may_start or not item.published):
+            steps += _serve(item)
+    return steps
+
+
+def _kept(desired: Desired, observed: Observed) -> frozenset[str]:
+    """Attachments that are served, or that a VMM may be using although the path was lost."""
+    if not observed.alive:
+        return frozenset()
+    return frozenset(
+        item.volume_id
+        for item in desired.attachments
+        if graph.export_id(item.volume_id) in observed.exports
+        and (item.published or item.volume_id in observed.paths)
+    )
+
+
+def _removals(volume_ids: list[str], kept: frozenset[str], observed: Observed) -> list[Step]:
+    steps: list[Step] = []
+    for volume_id in volume_ids:
+        if volume_id in kept:
+            continue
+        if volume_id in observed.paths:
+            steps.append(Unpublish(volume_id))
+        if not observed.alive:
+            continue
+        if graph.export_id(volume_id) in observed.exports:
+            steps.append(RemoveExport(volume_id))
+        nodes = {graph.format_node(volume_id), graph.lock_node(volume_id)}
+        if nodes & observed.nodes:
+            steps.append(RemoveNodes(volume_id))
+    return steps
+
+
+def _serve(item: Wanted) -> list[Step]:
+    return [
+        AddNodes(item.volume_id, item.read_only),
+        AddExport(item.volume_id, item.read_only),
+        Publish(item.volume_id),
+    ]

@@ -1,0 +1,1 @@
+"""Everything that speaks to qemu-storage-daemon: argv, node graph, QMP, vhost-user priming."""

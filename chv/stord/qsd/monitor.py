@@ -1,0 +1,191 @@
+"""QMP to one storage daemon: connect, call with a deadline, read its graph.
+
+A connection lives for one piece of work; the storage daemon serves one monitor client at a time,
+so the caller holds the VM's lock. Errors: DeadlineExceeded where it hangs, Unavailable where it
+died or is not there, Unsupported/Internal with QEMU's own text where it refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import anyio
+import tenacity
+from qemu.qmp import (
+    ExecInterruptedError,
+    ExecuteError,
+    QMPClient,
+    QMPError,
+    StateError,
+)
+
+from chv.common.errors import (
+    ChvError,
+    DeadlineExceeded,
+    Internal,
+    InUse,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
+from chv.stord.qsd.graph import Node
+from chv.stord.qsd.peer import check_peer
+
+CALL_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+CONNECT_PAUSE_S = 0.001
+DISCONNECT_TIMEOUT_S = 1.0
+DELETED_POLL_S = 0.1
+REPLY_BYTES_MAX = 16 * 1024 * 1024
+
+# The library reports what we raise; once is enough.
+logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL)
+
+
+class Monitor:
+    """Typed calls on one connection."""
+
+    def __init__(self, client: QMPClient) -> None:
+        self._client = client
+
+    async def call(self, command: str, arguments: Node | None = None) -> object:
+        """Execute one command; every failure is one of ours."""
+        try:
+            with anyio.fail_after(CALL_TIMEOUT_S):
+                return await self._client.execute(command, arguments)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the storage daemon did not answer {command} within {CALL_TIMEOUT_S} s"
+            ) from error
+        except ExecuteError as error:
+            raise translate(command, str(error)) from error
+        except (ExecInterruptedError, StateError, QMPError, EOFError, OSError) as error:
+            raise Unavailable(f"the storage daemon went away during {command}") from error
+
+    async def ping(self) -> None:
+        """Raise where the storage daemon does not answer."""
+        await self.call("query-version")
+
+    async def exports(self) -> frozenset[str]:
+        """Return the ids of all exports, those that are shutting down included."""
+        return await self._names("query-block-exports", "id", {})
+
+    async def nodes(self) -> frozenset[str]:
+        """Return the names of all block nodes."""
+        return await self._names("query-named-block-nodes", "node-name", {"flat": True})
+
+    async def _names(self, command: str, key: str, arguments: Node) -> frozenset[str]:
+        rows = cast(list[dict[str, str]], await self.call(command, arguments))
+        return frozenset(row[key] for row in rows)
+
+    async def add_node(self, node: Node) -> None:
+        """Open a block node."""
+        await self.call("blockdev-add", node)
+
+    async def delete_node(self, name: str) -> None:
+        """Close a block node."""
+        await self.call("blockdev-del", {"node-name": name})
+
+    async def add_export(self, export: Node) -> None:
+        """Start to listen."""
+        await self.call("block-export-add", export)
+
+    async def delete_export(self, export_id: str) -> None:
+        """Delete an export and return when it is gone: its node is free only then."""
+        with self._client.listener("BLOCK_EXPORT_DELETED") as listener:
+            await self.call("block-export-del", {"id": export_id, "mode": "hard"})
+            with anyio.move_on_after(CALL_TIMEOUT_S):
+                while export_id in await self.exports():
+                    with anyio.move_on_after(DELETED_POLL_S):
+                        await listener.get()
+                return
+        raise DeadlineExceeded(f"export {export_id} did not end within {CALL_TIMEOUT_S} s")
+
+
+@asynccontextmanager
+async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
+    """Connect to the monitor at `path`, which a process of `uid` must own; close on leaving."""
+    client = await _connect(path, uid)
+    try:
+        yield Monitor(client)
+    finally:
+        with anyio.move_on_after(DISCONNECT_TIMEOUT_S, shield=True):
+            await _disconnect(client)
+
+
+async def _connect(path: Path, uid: int) -> QMPClient:
+    peer = await _dial(path)
+    try:
+        check_peer(peer, path, uid)
+    except Internal:
+        peer.close()
+        raise
+    client = QMPClient("stord", readbuflen=REPLY_BYTES_MAX)
+    try:
+        with anyio.fail_after(CALL_TIMEOUT_S):
+            await client.connect(peer)
+    except TimeoutError as error:
+        peer.close()
+        raise DeadlineExceeded(
+            f"the storage daemon at {path} did not greet within {CALL_TIMEOUT_S} s"
+        ) from error
+    except (QMPError, EOFError, OSError) as error:
+        peer.close()
+        raise Unavailable(f"the storage daemon at {path} went away: {error}") from error
+    return client
+
+
+async def _dial(path: Path) -> socket.socket:
+    """Connect; the socket file exists a moment before it accepts, hence the retries."""
+    try:
+        with anyio.fail_after(CONNECT_TIMEOUT_S):
+            async for attempt in tenacity.AsyncRetrying(
+                sleep=anyio.sleep,
+                wait=tenacity.wait_fixed(CONNECT_PAUSE_S),
+                retry=tenacity.retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
+            ):
+                with attempt:
+                    return _connect_socket(path)
+    except TimeoutError as error:
+        raise Unavailable(f"no storage daemon listens at {path}") from error
+    except OSError as error:
+        raise Unavailable(f"cannot connect to the storage daemon at {path}: {error}") from error
+    raise AssertionError("retries ended without a result")
+
+
+def _connect_socket(path: Path) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.setblocking(False)  # a full backlog is EAGAIN, never a wait
+        peer.connect(str(path))
+    except OSError:
+        peer.close()
+        raise
+    return peer
+
+
+async def _disconnect(client: QMPClient) -> None:
+    try:
+        await client.disconnect()
+    except (QMPError, EOFError, OSError):
+        return  # it reports again why the connection had ended; callers have seen that
+
+
+def translate(command: str, text: str) -> ChvError:
+    """Return our error for QEMU's text; every QMP error has the same class."""
+    message = f"{command}: {text}"
+    if " lock" in text and "Failed to get" in text:
+        return InUse(f"another process holds the volume: {message}")
+    if "Permission denied" in text:
+        return PermissionDenied(
+            f"the storage uid may not open a file: {message}",
+            hint="images must be readable by everyone",
+        )
+    if "No such file or directory" in text or "is not found" in text:
+        return NotFound(message)
+    return Internal(message)

@@ -1,0 +1,205 @@
+"""The methods of stord's API: locks, then volumes, sessions, census. No logic of its own.
+
+The lock of a volume is held across every call that names it, so two calls at once are one after
+the other; the VM's lock is always taken after it.
+"""
+
+from __future__ import annotations
+
+import anyio.to_thread
+
+from chv.common.errors import ChvError, InvalidArgument
+from chv.common.files import free_bytes
+from chv.common.process import run
+from chv.common.rpc import CallContext, Server
+from chv.common.wire import stord as wire
+from chv.common.wire.types import (
+    CENSUS,
+    CensusReply,
+    Done,
+    Empty,
+    Feature,
+)
+from chv.stord.backends.file import FileBackend
+from chv.stord.census import census
+from chv.stord.events import Events
+from chv.stord.keeper import Keeper
+from chv.stord.locks import KeyedLocks
+from chv.stord.qsd import graph
+from chv.stord.sessions import Sessions, state_of
+from chv.stord.volumes import Volumes
+
+VERSION_TIMEOUT_S = 5.0
+ROOT_UID = 0
+
+
+class Service:
+    """Handlers of the method table."""
+
+    def __init__(self, keeper: Keeper, files: FileBackend, events: Events) -> None:
+        parts = keeper.parts
+        self._parts = parts
+        self._records = parts.records
+        self._keeper = keeper
+        self._sessions = Sessions(keeper)
+        self._volumes = Volumes(parts.records, files, parts.clock)
+        self._files = files
+        self._events = events
+        self._binary = Feature(name=graph.BINARY, present=False, detail="not looked for yet")
+        self._locks = KeyedLocks()
+
+    def register(self, server: Server) -> None:
+        """Add every handler but Hello's."""
+        server.add(CENSUS, self.census)
+        server.add(wire.OPEN_VOLUME, self.open_volume)
+        server.add(wire.CLOSE_VOLUME, self.close_volume)
+        server.add(wire.DELETE_VOLUME, self.delete_volume)
+        server.add(wire.ATTACH_VOLUME, self.attach)
+        server.add(wire.DETACH_VOLUME, self.detach)
+        server.add(wire.RECOVER_VM_BACKEND, self.recover)
+        server.add(wire.GET_VOLUME, self.get_volume)
+        server.add(wire.GET_VOLUME_HEALTH, self.volume_health)
+        server.add(wire.LIST_VOLUMES, self.list_volumes)
+        server.add(wire.LIST_SESSIONS, self.list_sessions)
+        server.add(wire.STORD_HEALTH, self.health)
+        server.add(wire.WATCH_STORAGE, self.watch)
+
+    async def restore(self) -> None:
+        """Re-read the world: what was cut short, then every storage daemon."""
+        self._binary = await probe_binary()
+        await anyio.to_thread.run_sync(self._files.sweep)
+        await self._parts.provider.sweep()
+        await self._volumes.finish()
+        await self._keeper.adopt()
+
+    # --- volumes
+    async def open_volume(self, request: wire.OpenVolume) -> wire.VolumeInfo:
+        """See the wire."""
+        async with self._locks.hold(request.volume_id):
+            return await self._volumes.open(
+                request.volume_id, request.meta.generation, request.backend
+            )
+
+    async def close_volume(self, request: wire.VolumeRef) -> Done:
+        """See the wire."""
+        async with self._locks.hold(request.volume_id):
+            await self._volumes.close(request.volume_id, request.meta.generation)
+        return Done()
+
+    async def delete_volume(self, request: wire.VolumeRef) -> Done:
+        """See the wire."""
+        async with self._locks.hold(request.volume_id):
+            await self._volumes.delete(request.volume_id, request.meta.generation)
+        return Done()
+
+    async def get_volume(self, request: wire.GetVolume) -> wire.VolumeInfo:
+        """See the wire."""
+        return await self._volumes.info(request.volume_id)
+
+    async def list_volumes(self, _request: Empty) -> wire.ListVolumesReply:
+        """See the wire."""
+        ids = sorted(self._records.volumes)
+        volumes = [await self._volumes.info(item) for item in ids if item in self._records.volumes]
+        return wire.ListVolumesReply(volumes=volumes)
+
+    async def volume_health(self, request: wire.GetVolume) -> wire.VolumeHealth:
+        """See the wire."""
+        row = self._volumes.require(request.volume_id)
+        info = await self._volumes.info(request.volume_id)
+        state = state_of(self._records.backends.get(info.attached_to))
+        return wire.VolumeHealth(
+            volume_id=request.volume_id,
+            status=self._judge(info, state),
+            backend=state,
+            last_error=info.last_error,
+            last_error_at=row.last_error_at,
+        )
+
+    def _judge(self, info: wire.VolumeInfo, state: wire.BackendState) -> str:
+        if info.state in ("missing", "broken") or state is wire.BackendState.LOST:
+            return "failed"
+        if not info.attached_to:
+            return "healthy"
+        if self._keeper.misses.get(info.attached_to):
+            return "unknown"
+        return "healthy" if self._sessions.is_served(info.attached_to) else "degraded"
+
+    # --- attachments
+    async def attach(self, request: wire.AttachVolumeToVm) -> wire.AttachmentInfo:
+        """See the wire."""
+        if ROOT_UID in (request.storage_uid, request.vm_gid):
+            raise InvalidArgument(
+                "a storage daemon never runs as root",
+                field="storage_uid" if request.storage_uid == ROOT_UID else "vm_gid",
+                hint="give each VM ids of its own",
+            )
+        async with self._locks.hold(request.volume_id):
+            await self._volumes.servable(request.volume_id, request.meta.generation)
+            try:
+                return await self._sessions.attach(request)
+            except ChvError as error:
+                await self._volumes.note_error(request.volume_id, error)
+                raise
+
+    async def detach(self, request: wire.DetachVolumeFromVm) -> Done:
+        """See the wire."""
+        async with self._locks.hold(request.volume_id):
+            self._volumes.refuse_stale(request.volume_id, request.meta.generation)
+            await self._sessions.detach(request.volume_id, request.vm_id)
+        return Done()
+
+    async def recover(self, request: wire.RecoverVmBackend) -> wire.VmBackendInfo:
+        """See the wire."""
+        return await self._sessions.recover(request.vm_id)
+
+    async def list_sessions(self, _request: Empty) -> wire.ListVolumeSessionsReply:
+        """See the wire."""
+        sessions = [self._sessions.backend_info(vm_id) for vm_id in sorted(self._records.backends)]
+        return wire.ListVolumeSessionsReply(sessions=sessions)
+
+    async def watch(self, _request: Empty, context: CallContext) -> Done:
+        """See the wire. Ends when the caller is too slow; it then subscribes again."""
+        with self._events.subscribe() as events:
+            for event in self._keeper.open_losses():
+                await context.emit(event)
+            async for event in events:
+                await context.emit(event)
+        return Done()
+
+    # --- the daemon
+    async def census(self, _request: Empty) -> CensusReply:
+        """See the wire."""
+        items = await anyio.to_thread.run_sync(
+            census, self._parts.layout, self._records, self._parts.provider, self._files
+        )
+        return CensusReply(items=items)
+
+    async def health(self, _request: Empty) -> wire.StordHealth:
+        """See the wire."""
+        lost = self._keeper.open_losses()
+        free = await anyio.to_thread.run_sync(free_bytes, self._parts.layout.state)
+        good = self._binary.present and not lost
+        problem = lost[0].message if lost else ("" if good else self._binary.detail)
+        return wire.StordHealth(
+            status="healthy" if good else "degraded",
+            storage_daemon_version=self._binary.detail if self._binary.present else "",
+            features=[
+                self._binary,
+                Feature(name="in_flight_tracking", present=False, detail="no proxy yet"),
+                Feature(name="online_grow", present=False, detail="grows when detached"),
+            ],
+            volumes=len(self._records.volumes),
+            attachments=len(self._records.attachments),
+            free_bytes=free,
+            last_error=problem,
+        )
+
+
+async def probe_binary() -> Feature:
+    """Find out whether there is a storage daemon, and which."""
+    try:
+        completed = await run([graph.BINARY, "--version"], timeout_s=VERSION_TIMEOUT_S)
+    except ChvError as error:
+        return Feature(name=graph.BINARY, present=False, detail=str(error))
+    line = completed.stdout.decode(errors="replace").splitlines()[0]
+    return Feature(name=graph.BINARY, present=True, detail=line.rpartition("version ")[2])

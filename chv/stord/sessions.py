@@ -1,0 +1,232 @@
+"""Attach, detach and recover: what callers ask for, checked, recorded, then left to the keeper.
+
+The caller holds the volume's lock where a volume is named; the VM's lock is taken here, always
+after it. A failed attach takes back what it recorded; a failed recovery leaves the VM LOST.
+"""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+
+from chv.common import logs
+from chv.common.errors import (
+    ChvError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InUse,
+    NotFound,
+    Unavailable,
+)
+from chv.common.failpoint import failpoint
+from chv.common.wire.stord import (
+    AttachmentInfo,
+    AttachVolumeToVm,
+    BackendState,
+    VmBackendInfo,
+)
+from chv.stord.exports import RunDirectory
+from chv.stord.keeper import CRASH_CLASS, Keeper
+from chv.stord.records import Attachment, Backend, BackendPhase
+
+log = logs.get(__name__)
+_STATES = {
+    BackendPhase.SERVING: BackendState.SERVING,
+    BackendPhase.LOST: BackendState.LOST,
+    BackendPhase.RECOVERING: BackendState.LOST,
+}
+_ANY_INCARNATION = "0" * 8
+
+
+class Sessions:
+    """What is attached where."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._records = keeper.parts.records
+        self._layout = keeper.parts.layout
+
+    async def attach(self, request: AttachVolumeToVm) -> AttachmentInfo:
+        """Serve the volume to the VM; the same answer where it is served already."""
+        async with self._keeper.locks.hold(request.vm_id):
+            new = await self._admit(request)
+            if new:
+                await failpoint("stord.attach.after_intent")
+            try:
+                await self._keeper.converge(request.vm_id, "attach")
+                self._require_served(request)
+            except ChvError as error:
+                if new:
+                    await self._undo_attach(request, error)
+                raise
+            return self.attachment_info(self._records.attachments[request.volume_id])
+
+    async def detach(self, volume_id: str, vm_id: str) -> None:
+        """Stop serving; fine when it is not attached."""
+        async with self._keeper.locks.hold(vm_id):
+            row = self._records.attachments.get(volume_id)
+            if row is None or row.vm_id != vm_id:
+                return
+            await self._records.put_attachment(msgspec.structs.replace(row, wanted=False))
+            await failpoint("stord.detach.after_intent")
+            await self._keeper.converge(vm_id, "detach")
+
+    async def recover(self, vm_id: str) -> VmBackendInfo:
+        """Start a new incarnation where the old one is dead; a served VM stays as it is."""
+        async with self._keeper.locks.hold(vm_id):
+            backend = self._records.backends.get(vm_id)
+            if backend is None:
+                raise NotFound("the VM has no attachment", resource=vm_id)
+            if backend.phase is BackendPhase.ABSENT:
+                raise FailedPrecondition(
+                    "the host has booted since", resource=vm_id, hint="attach the volumes again"
+                )
+            await self._keeper.converge(vm_id, "adopt")
+            if vm_id not in self._records.backends:
+                raise NotFound("the VM has no attachment", resource=vm_id)
+            if not self.is_served(vm_id):
+                await self._restart(vm_id)
+            return self.backend_info(vm_id)
+
+    def attachment_info(self, row: Attachment) -> AttachmentInfo:
+        """Describe one attachment as recorded."""
+        backend = self._records.backends[row.vm_id]
+        return AttachmentInfo(
+            volume_id=row.volume_id,
+            vm_id=row.vm_id,
+            export_path=str(self._layout.export(row.vm_id, row.volume_id)),
+            read_only=row.read_only,
+            crash_class=CRASH_CLASS,
+            backend=state_of(backend),
+            backend_pid=_pid(backend),
+        )
+
+    def backend_info(self, vm_id: str) -> VmBackendInfo:
+        """Describe the storage daemon of one VM as recorded."""
+        backend = self._records.backends[vm_id]
+        return VmBackendInfo(
+            vm_id=vm_id,
+            backend=state_of(backend),
+            backend_pid=_pid(backend),
+            incarnation=backend.incarnation,
+            attachments=[self.attachment_info(row) for row in self._records.of_vm(vm_id)],
+        )
+
+    def is_served(self, vm_id: str) -> bool:
+        """Tell whether every wanted attachment of the VM has its VMM-facing path."""
+        backend = self._records.backends.get(vm_id)
+        rows = [row for row in self._records.of_vm(vm_id) if row.wanted]
+        run = RunDirectory(self._layout, vm_id)
+        paths = run.published([row.volume_id for row in rows])
+        return (
+            backend is not None
+            and backend.phase is BackendPhase.SERVING
+            and all(row.published and row.volume_id in paths for row in rows)
+        )
+
+    # --- inward; the VM's lock is held
+    async def _admit(self, request: AttachVolumeToVm) -> bool:
+        """Check the request against the records and record it; False: it was recorded before."""
+        held = self._records.holder(request.volume_id)
+        if held is not None and held.vm_id != request.vm_id:
+            raise InUse(
+                f"volume {request.volume_id} is attached to VM {held.vm_id}",
+                resource=request.volume_id,
+                hint="detach it there first",
+            )
+        backend = await self._backend_for(request)
+        if held is not None and held.wanted:
+            _require_same(held.read_only, request.read_only, "read_only", request)
+            return False
+        if backend.phase is BackendPhase.LOST:
+            raise FailedPrecondition(
+                "the VM's storage daemon was lost",
+                resource=request.vm_id,
+                hint="RecoverVmBackend first",
+            )
+        RunDirectory(self._layout, request.vm_id).check(request.volume_id, _ANY_INCARNATION)
+        row = Attachment(
+            volume_id=request.volume_id, vm_id=request.vm_id, read_only=request.read_only
+        )
+        await self._records.start_attachment(row, backend)
+        return True
+
+    async def _backend_for(self, request: AttachVolumeToVm) -> Backend:
+        backend = self._records.backends.get(request.vm_id)
+        if backend is not None and backend.phase is BackendPhase.ABSENT:
+            await self._records.drop_backend(request.vm_id)
+            backend = None
+        if backend is None:
+            return Backend(
+                vm_id=request.vm_id,
+                storage_uid=request.storage_uid,
+                vm_gid=request.vm_gid,
+                boot_id=self._keeper.parts.boot_id,
+            )
+        _require_same(backend.storage_uid, request.storage_uid, "storage_uid", request)
+        _require_same(backend.vm_gid, request.vm_gid, "vm_gid", request)
+        return backend
+
+    async def _undo_attach(self, request: AttachVolumeToVm, reason: ChvError) -> None:
+        """Take back what a failed attach recorded; where that fails too, it is tried again."""
+        row = self._records.attachments.get(request.volume_id)
+        if row is None:
+            return
+        await self._records.put_attachment(msgspec.structs.replace(row, wanted=False))
+        if isinstance(reason, DeadlineExceeded):
+            return  # it hangs: do not make the caller wait once more, the next pulse cleans up
+        try:
+            await self._keeper.converge(request.vm_id, "undo")
+        except ChvError as error:
+            log.warning("undo_failed", vm_id=request.vm_id, error=error, next="tried again")
+
+    async def _restart(self, vm_id: str) -> None:
+        for row in self._records.of_vm(vm_id):
+            await self._records.put_attachment(msgspec.structs.replace(row, published=False))
+        backend = self._records.backends[vm_id]
+        await self._records.put_backend(
+            msgspec.structs.replace(backend, phase=BackendPhase.RECOVERING)
+        )
+        await failpoint("stord.recover.after_intent")
+        try:
+            await self._keeper.converge(vm_id, "recover")
+            if not self.is_served(vm_id):
+                raise Unavailable("the new storage daemon died at once", resource=vm_id)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await self._keeper.give_up_recovery(vm_id, f"recovery failed: {error}")
+            raise
+        log.info("backend_recovered", vm_id=vm_id)
+        self._keeper.tell_ready(vm_id)
+
+    def _require_served(self, request: AttachVolumeToVm) -> None:
+        backend = self._records.backends.get(request.vm_id)
+        row = self._records.attachments.get(request.volume_id)
+        if backend is None or row is None or not row.published:
+            raise Unavailable(
+                "the storage daemon died during the attach",
+                resource=request.vm_id,
+                hint="RecoverVmBackend if the VM has other attachments, then attach again",
+            )
+
+
+def state_of(backend: Backend | None) -> BackendState:
+    """Return the outward state of a VM's storage daemon."""
+    if backend is None:
+        return BackendState.ABSENT
+    return _STATES.get(backend.phase, BackendState.ABSENT)
+
+
+def _pid(backend: Backend) -> int:
+    serving = backend.phase is BackendPhase.SERVING and backend.worker is not None
+    return backend.worker.pid if serving and backend.worker is not None else 0
+
+
+def _require_same(there: object, asked: object, field: str, request: AttachVolumeToVm) -> None:
+    if there != asked:
+        raise FailedPrecondition(
+            f"attached with {field} {there}, asked for {asked}",
+            resource=request.volume_id,
+            field=field,
+            hint="detach first",
+        )

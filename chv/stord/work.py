@@ -1,0 +1,256 @@
+"""Observe one VM's storage daemon and apply one step of a plan to it.
+
+The caller holds the VM's lock. Every step is idempotent and may be cut short anywhere; what was
+cut short is found by the next observation. Errors are those of the parts; none is kept back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+import anyio
+import msgspec
+
+from chv.common.clock import Clock
+from chv.common.errors import Unavailable
+from chv.common.failpoint import failpoint
+from chv.common.files import ensure_dir
+from chv.common.ids import Ids, short_uid
+from chv.common.layout import Layout
+from chv.common.process import (
+    AdoptVerdict,
+    Provider,
+    SpawnSpec,
+    WorkerRecord,
+    terminate,
+    wait_gone,
+)
+from chv.stord.backends.base import Backend as VolumeClass
+from chv.stord.exports import RunDirectory
+from chv.stord.plan import (
+    AddExport,
+    AddNodes,
+    Observed,
+    Publish,
+    RemoveExport,
+    RemoveNodes,
+    StartBackend,
+    Step,
+    StopBackend,
+    Unpublish,
+)
+from chv.stord.qsd import graph, vhost_user
+from chv.stord.qsd.monitor import Monitor, open_monitor
+from chv.stord.records import Backend, Records
+
+STOP_GRACE_S = 3.0
+EXIT_WAIT_S = 1.0
+WORKER_KIND = "qsd"
+# Files that the storage daemon makes are its own; it makes none but sockets.
+UMASK = 0o177
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all work on storage daemons needs."""
+
+    layout: Layout
+    records: Records
+    provider: Provider
+    volumes: VolumeClass
+    clock: Clock
+    ids: Ids
+    boot_id: str
+
+
+class Work:
+    """One piece of work on the storage daemon of one VM; `verb` names its failpoints."""
+
+    def __init__(self, parts: Parts, vm_id: str, verb: str, stack: AsyncExitStack) -> None:
+        self._parts = parts
+        self._vm_id = vm_id
+        self._verb = verb
+        self._stack = stack
+        self._monitor: Monitor | None = None
+        self.run = RunDirectory(parts.layout, vm_id)
+
+    @property
+    def _backend(self) -> Backend:
+        return self._parts.records.backends[self._vm_id]
+
+    async def _reached(self, place: str) -> None:
+        await failpoint(f"stord.{self._verb}.{place}")
+
+    # --- observation
+    async def observe(self) -> Observed:
+        """Return what is there. A storage daemon that nobody wants any more is not asked."""
+        rows = self._parts.records.of_vm(self._vm_id)
+        paths = self.run.published([row.volume_id for row in rows])
+        alive = await self._find_worker() is not None
+        if not alive or not any(row.wanted for row in rows):
+            remains = self.run.remains() or bool(self._backend.worker_id)
+            return Observed(alive=alive, paths=paths, remains=remains)
+        monitor = await self._open_monitor()
+        return Observed(
+            alive=True,
+            nodes=await monitor.nodes(),
+            exports=await monitor.exports(),
+            paths=paths,
+            remains=True,
+        )
+
+    async def _find_worker(self) -> WorkerRecord | None:
+        """Return the live worker, by its record or by the id that we meant to start it with."""
+        backend = self._backend
+        if backend.worker is None:
+            return await self._find_unrecorded(backend)
+        verdict = await self._judge(backend.worker)
+        if verdict is AdoptVerdict.ALIVE:
+            return backend.worker
+        if verdict is AdoptVerdict.UNKNOWN:
+            reason = self._parts.provider.adopt(backend.worker).reason
+            raise Unavailable(
+                f"cannot tell whether the storage daemon still runs: {reason}",
+                resource=self._vm_id,
+            )
+        return None
+
+    async def _judge(self, worker: WorkerRecord) -> AdoptVerdict:
+        """Judge the record; a process in the middle of its exit gets a moment to finish it."""
+        verdict = self._parts.provider.adopt(worker).verdict
+        if verdict is AdoptVerdict.UNKNOWN:
+            with anyio.move_on_after(EXIT_WAIT_S):
+                await wait_gone(worker)
+            verdict = self._parts.provider.adopt(worker).verdict
+        return verdict
+
+    async def _find_unrecorded(self, backend: Backend) -> WorkerRecord | None:
+        if not backend.worker_id:
+            return None
+        for found in self._parts.provider.find(backend.worker_id):
+            ours = Path(found.executable).name == graph.BINARY
+            if ours and found.worker_id == backend.worker_id and found.uid == backend.storage_uid:
+                await self._put(worker=found.record())
+                return found.record()
+        return None
+
+    async def _put(self, **changes: object) -> None:
+        await self._parts.records.put_backend(msgspec.structs.replace(self._backend, **changes))
+
+    async def _open_monitor(self) -> Monitor:
+        if self._monitor is None:
+            path = self.run.monitor(self._backend.incarnation)
+            uid = self._backend.storage_uid
+            self._monitor = await self._stack.enter_async_context(open_monitor(path, uid))
+        return self._monitor
+
+    # --- steps
+    async def apply(self, step: Step) -> None:
+        """Do one step."""
+        match step:
+            case Unpublish(volume_id):
+                self.run.unpublish(volume_id)
+                await self._reached("after_unpublish")
+            case RemoveExport(volume_id):
+                await (await self._open_monitor()).delete_export(graph.export_id(volume_id))
+                await self._reached("after_export_gone")
+            case RemoveNodes(volume_id):
+                await self._remove_nodes(volume_id)
+            case StopBackend():
+                await self._stop()
+            case StartBackend():
+                await self._start()
+            case AddNodes(volume_id, read_only):
+                await self._add_nodes(volume_id, read_only)
+            case AddExport(volume_id, read_only):
+                await self._add_export(volume_id, read_only)
+            case Publish(volume_id):
+                await self._publish(volume_id)
+            case _:
+                assert_never(step)
+
+    async def _remove_nodes(self, volume_id: str) -> None:
+        monitor = await self._open_monitor()
+        present = await monitor.nodes()
+        for name in (graph.format_node(volume_id), graph.lock_node(volume_id)):
+            if name in present:
+                await monitor.delete_node(name)
+        await self._reached("after_nodes_gone")
+
+    async def _stop(self) -> None:
+        worker = await self._find_worker() or self._backend.worker
+        if worker is not None:
+            await terminate(worker, grace_s=STOP_GRACE_S)
+            await self._reached("after_stop")
+            await self._parts.provider.cleanup(worker)
+        self.run.remove()
+        self._log_path().unlink(missing_ok=True)
+        await self._reached("after_remove")
+
+    def _log_path(self) -> Path:
+        return self._parts.layout.logs / f"qsd-{short_uid(self._vm_id)}.log"
+
+    async def _start(self) -> None:
+        """Record the intent, start the worker, record the worker."""
+        old = self._backend.worker
+        if old is not None:
+            await self._parts.provider.cleanup(old)
+        incarnation = self._parts.ids.nonce()
+        worker_id = self._parts.layout.worker_id(WORKER_KIND, self._vm_id, incarnation)
+        await self._put(worker=None, worker_id=worker_id, incarnation=incarnation)
+        self.run.prepare(self._backend.storage_uid, self._backend.vm_gid)
+        ensure_dir(self._parts.layout.logs, mode=0o750)
+        await self._reached("before_spawn")
+        worker = await self._parts.provider.spawn(self._spawn_spec())
+        await self._reached("after_spawn")
+        await self._put(worker=worker)
+        await self._reached("after_worker_record")
+
+    def _spawn_spec(self) -> SpawnSpec:
+        backend = self._backend
+        monitor_path = self.run.monitor(backend.incarnation)
+        return SpawnSpec(
+            worker_id=backend.worker_id,
+            argv=tuple(graph.argv(monitor_path, backend.worker_id)),
+            uid=backend.storage_uid,
+            gid=backend.storage_uid,
+            umask=UMASK,
+            log_path=str(self._log_path()),
+            cgroup=f"qsd-{short_uid(self._vm_id)}",
+        )
+
+    async def _add_nodes(self, volume_id: str, read_only: bool) -> None:
+        volumes, spec = self._parts.volumes, self._parts.records.volumes[volume_id].backend
+        disk = volumes.disk(volume_id, spec)
+        monitor = await self._open_monitor()
+        volumes.grant(volume_id, spec, self._backend.storage_uid)
+        await self._reached("after_grant")
+        await monitor.add_node(graph.lock_blockdev(volume_id, volumes.lock_path(volume_id)))
+        await self._reached("after_lock")
+        await monitor.add_node(graph.disk_blockdev(volume_id, disk, read_only))
+        await self._reached("after_blockdev")
+
+    async def _add_export(self, volume_id: str, read_only: bool) -> None:
+        path = self.run.unprimed(volume_id)
+        path.unlink(missing_ok=True)
+        monitor = await self._open_monitor()
+        await monitor.add_export(graph.export(volume_id, path, not read_only))
+        await self._reached("after_export")
+
+    async def _publish(self, volume_id: str) -> None:
+        backend = self._backend
+        await vhost_user.prime(self.run.unprimed(volume_id), backend.storage_uid)
+        await self._reached("after_prime")
+        self.run.publish(volume_id, backend.storage_uid, backend.vm_gid)
+        await self._reached("after_rename")
+
+
+@asynccontextmanager
+async def work_on(parts: Parts, vm_id: str, verb: str) -> AsyncIterator[Work]:
+    """Yield a `Work` whose connection is closed at the end."""
+    async with AsyncExitStack() as stack:
+        yield Work(parts, vm_id, verb, stack)
