@@ -19,7 +19,6 @@ from typing import Any
 import anyio
 from qemu.qmp import (
     ConnectError,
-    EventListener,
     ExecInterruptedError,
     ExecuteError,
     Message,
@@ -96,7 +95,8 @@ class Monitor:
         """Drop the connection; the next call makes a new one."""
         client, self._client = self._client, None
         if client is not None:
-            await _discard(client)
+            with anyio.move_on_after(DISCONNECT_S_MAX, shield=True):
+                await _discard(client)
 
     async def _call(
         self,
@@ -133,18 +133,18 @@ class Monitor:
             raise Unavailable(f"{self.path}: {error.exc}") from error
         finally:
             if client.runstate != Runstate.RUNNING:  # cancelled half-way: it has tasks to end
-                await _discard(client)
+                with anyio.move_on_after(DISCONNECT_S_MAX, shield=True):
+                    await _discard(client)
         self._client = client
         return client
 
     def _listening(self) -> _Client:
         client = _Client(readbuflen=REPLY_BYTES_MAX)
-        client.remove_listener(client.events)  # an unbounded queue that nobody reads
-        client.register_listener(EventListener(event_filter=self._note))
+        client.events.event_filter = self._note
         return client
 
     def _note(self, event: Message) -> bool:
-        """Take in an event; False keeps it out of the library's queue."""
+        """Take in an event; False keeps it out of the library's queue, which nobody reads."""
         name = str(event["event"])
         data: Any = event.get("data", {})
         if name == "SHUTDOWN":
@@ -176,10 +176,9 @@ async def _greeted(path: Path) -> socket.socket:
 
 async def _discard(client: _Client) -> None:
     """End a client and its tasks. A peer that is gone makes the library raise here."""
-    with anyio.move_on_after(DISCONNECT_S_MAX, shield=True):
-        if client.runstate == Runstate.IDLE:
-            return
-        try:
-            await client.disconnect()
-        except (QMPError, OSError, EOFError) as error:
-            _log.debug("qmp_disconnected", error=repr(error))
+    if client.runstate == Runstate.IDLE:
+        return
+    try:
+        await client.disconnect()
+    except (QMPError, OSError, EOFError) as error:
+        _log.debug("qmp_disconnected", error=repr(error))

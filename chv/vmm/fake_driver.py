@@ -1,0 +1,193 @@
+"""The drivers of the fake: `FakeDriver` for the process, and what it shares with `in_process`.
+
+They honour the VmmDriver port exactly as the real drivers do; one behaviour suite holds them to
+it. A call makes a connection of its own, so nothing is cached and nothing can go stale.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import msgspec
+from anyio.abc import SocketStream
+
+from chv.common.errors import (
+    ChvError,
+    DeadlineExceeded,
+    NotFound,
+    OutcomeUnknown,
+    Unavailable,
+    from_data,
+)
+from chv.common.layout import check_socket_path
+from chv.vmm import fake_spec
+from chv.vmm.driver import DriverProbe, Launch, ProbeGuest, VmmConfig, VmmObservation
+from chv.vmm.fake_spec import Reply, Request
+from chv.vmm.fake_state import Behaviour, Fault
+
+CALL_S_MAX = 5.0
+DISKS_S_MAX = 30.0
+DISKS_POLL_S = 0.02
+OBSERVE = Request(command="observe")
+
+
+class Lost(OutcomeUnknown):
+    """The fake hung up between a command and its answer."""
+
+
+class FakeDriverBase(ABC):
+    """The VmmDriver port in terms of one abstract `call`."""
+
+    name = "fake"
+
+    def __init__(self, behaviour: Behaviour | None = None) -> None:
+        self.behaviour = behaviour or Behaviour()
+
+    @abstractmethod
+    async def call(self, runtime_dir: Path, request: Request) -> Reply:
+        """Send one request; raises as the port says, but for the error within the reply."""
+
+    async def probe(self, guest: ProbeGuest | None) -> DriverProbe:
+        """Say that the fake works everywhere and runs nothing."""
+        del guest
+        await anyio.lowlevel.checkpoint()
+        reason = "the fake runs no guest"
+        return DriverProbe(driver=self.name, usable=True, version=fake_spec.VERSION, reason=reason)
+
+    def recall(self, result: DriverProbe) -> None:
+        """Nothing depends on a probe."""
+        del result
+
+    def launch(self, config: VmmConfig) -> Launch:
+        """Return what to start."""
+        check_socket_path(Path(config.runtime_dir) / fake_spec.CONTROL_SOCKET)
+        return fake_spec.fake_launch(config, self.behaviour)
+
+    async def observe(self, runtime_dir: Path) -> VmmObservation:
+        """Ask the fake for its state."""
+        reply = await self._do(runtime_dir, OBSERVE)
+        return VmmObservation(
+            state=reply.state,
+            reason=reply.reason,
+            evidence=f"fake: {reply.state}",
+            version=fake_spec.VERSION,
+        )
+
+    async def boot(self, runtime_dir: Path) -> None:
+        """Run a created VM."""
+        await self._do(runtime_dir, Request(command="boot"))
+
+    async def power_button(self, runtime_dir: Path) -> None:
+        """Press the power button once."""
+        await self._do(runtime_dir, Request(command="power_button"))
+
+    async def pause(self, runtime_dir: Path) -> None:
+        """Stop the vCPUs."""
+        await self._do(runtime_dir, Request(command="pause"))
+
+    async def resume(self, runtime_dir: Path) -> None:
+        """Run a paused or reset VM."""
+        await self._do(runtime_dir, Request(command="resume"))
+
+    async def reset(self, runtime_dir: Path) -> None:
+        """Hard reset."""
+        await self._do(runtime_dir, Request(command="reset"))
+
+    async def quit(self, runtime_dir: Path) -> None:
+        """End the fake; that it hangs up is the expected answer."""
+        try:
+            await self._do(runtime_dir, Request(command="quit"))
+        except Lost:
+            return
+
+    async def await_disks(self, runtime_dir: Path, disk_ids: tuple[str, ...]) -> None:
+        """Wait until the fake is connected to the disks."""
+        with anyio.move_on_after(DISKS_S_MAX):
+            while not await self._disks_up(runtime_dir, disk_ids):  # noqa: ASYNC110
+                await anyio.sleep(DISKS_POLL_S)
+            return
+        raise DeadlineExceeded(f"{disk_ids} not connected within {DISKS_S_MAX:g} s")
+
+    async def _disks_up(self, runtime_dir: Path, disk_ids: tuple[str, ...]) -> bool:
+        known = (await self._do(runtime_dir, OBSERVE)).disks
+        if unknown := set(disk_ids) - known.keys():
+            raise NotFound(f"the fake has no {sorted(unknown)}", field="disk_ids")
+        return all(known[disk_id] for disk_id in disk_ids)
+
+    def serial_socket(self, runtime_dir: Path) -> Path:
+        """Return the socket of the serial console."""
+        return runtime_dir / fake_spec.SERIAL_SOCKET
+
+    async def close(self, runtime_dir: Path) -> None:
+        """Nothing is cached."""
+        del runtime_dir
+        await anyio.lowlevel.checkpoint()
+
+    # --- beyond the port, for tests
+    async def guest(self, runtime_dir: Path, action: str) -> None:
+        """Let the guest do something on its own, see `FakeVm.guest`."""
+        await self._do(runtime_dir, Request(command="guest", action=action))
+
+    async def plant(self, runtime_dir: Path, fault: Fault) -> None:
+        """Let a later call go wrong."""
+        await self._do(runtime_dir, Request(command="plant", fault=fault))
+
+    async def resets(self, runtime_dir: Path) -> int:
+        """Return how often the VM was reset."""
+        return (await self._do(runtime_dir, OBSERVE)).resets
+
+    async def _do(self, runtime_dir: Path, request: Request) -> Reply:
+        reply = await self.call(runtime_dir, request)
+        if reply.error is not None:
+            raise from_data(reply.error)
+        return reply
+
+
+class FakeDriver(FakeDriverBase):
+    """Drives `python -m chv.vmm.fake` processes."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> FakeDriver:
+        """Return a driver whose fakes behave as `CHV_FAKE` says."""
+        return cls(fake_spec.parse_behaviour(environment.get(fake_spec.BEHAVIOUR_VARIABLE, "")))
+
+    async def call(self, runtime_dir: Path, request: Request) -> Reply:
+        """Send one request over a connection of its own."""
+        path = runtime_dir / fake_spec.CONTROL_SOCKET
+        sent = False
+        try:
+            with anyio.fail_after(CALL_S_MAX):
+                async with await anyio.connect_unix(path) as stream:
+                    await stream.send(msgspec.json.encode(request) + b"\n")
+                    sent = True
+                    return msgspec.json.decode(await _line(stream), type=Reply)
+        except TimeoutError as error:
+            kind = late_error(request) if sent else DeadlineExceeded
+            message = f"{path}: no answer to {request.command} in {CALL_S_MAX:g} s"
+            raise kind(message) from error
+        except (OSError, anyio.EndOfStream, anyio.BrokenResourceError) as error:
+            kind = lost_error(request) if sent else Unavailable
+            raise kind(f"{path}: no connection for {request.command}") from error
+
+
+def lost_error(request: Request) -> type[ChvError]:
+    """Return what a lost answer means: nothing for a read, doubt for a change."""
+    return Unavailable if request == OBSERVE else Lost
+
+
+def late_error(request: Request) -> type[ChvError]:
+    """Return what a late answer means."""
+    return DeadlineExceeded if request == OBSERVE else OutcomeUnknown
+
+
+async def _line(stream: SocketStream) -> bytes:
+    buffer = b""
+    while not buffer.endswith(b"\n"):
+        buffer += await stream.receive()
+        if len(buffer) > fake_spec.LINE_BYTES_MAX:
+            raise anyio.BrokenResourceError
+    return buffer

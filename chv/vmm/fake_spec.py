@@ -1,0 +1,97 @@
+"""The fake VMM's command line and its control protocol, as data. Pure.
+
+One JSON object a line each way. Everything about the VM but its id and directory is one JSON
+argument; the id stands alone in argv, as for every worker.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from chv.common.errors import ErrorData, InvalidArgument
+from chv.vmm.driver import DiskConfig, Launch, VmmConfig, VmmState
+from chv.vmm.fake_state import Behaviour, Fault
+
+CONTROL_SOCKET = "control.sock"
+SERIAL_SOCKET = "serial.sock"
+BEHAVIOUR_VARIABLE = "CHV_FAKE"
+MODULE = "chv.vmm.fake"
+VERSION = "fake"
+NIC_FD_FIRST = 10
+LINE_BYTES_MAX = 64 * 1024
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fake touches of its VM: files it opens, sockets it connects to, descriptors."""
+
+    disks: tuple[DiskConfig, ...] = ()
+    files: tuple[str, ...] = ()
+    nic_fds: dict[str, int] = {}
+
+
+class FakeArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """The parsed command line."""
+
+    worker_id: str
+    runtime_dir: str
+    parts: Parts
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line to the fake. `action` goes with `guest`, `fault` with `plant`."""
+
+    command: str
+    action: str = ""
+    fault: Fault | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line from the fake."""
+
+    state: VmmState = VmmState.UNKNOWN
+    reason: str = ""
+    disks: dict[str, bool] = {}
+    resets: int = 0
+    error: ErrorData | None = None
+
+
+def fake_launch(config: VmmConfig, behaviour: Behaviour) -> Launch:
+    """Return how to start a fake for this VM."""
+    fds = {nic.id: NIC_FD_FIRST + index for index, nic in enumerate(config.nics)}
+    files = tuple(path for path in (config.kernel, config.initramfs) if path)
+    parts = Parts(disks=config.disks, files=files, nic_fds=fds)
+    argv = (
+        *(sys.executable, "-I", "-m", MODULE),
+        *("--id", config.worker_id),
+        *("--runtime", config.runtime_dir),
+        *("--parts", msgspec.json.encode(parts).decode()),
+    )
+    environment = {BEHAVIOUR_VARIABLE: msgspec.json.encode(behaviour).decode()}
+    return Launch(argv=argv, environment=environment, nic_fds=fds)
+
+
+def parse_argv(argv: Sequence[str]) -> FakeArguments:
+    """Read a whole command line back, or the part behind the module's name."""
+    options = list(argv)
+    if MODULE in options:
+        options = options[options.index(MODULE) + 1 :]
+    given = dict(zip(options[::2], options[1::2], strict=False))
+    missing = {"--id", "--runtime"} - given.keys()
+    if missing:
+        raise InvalidArgument(f"{sorted(missing)} not given", hint=f"python -m {MODULE} --help")
+    return FakeArguments(
+        worker_id=given["--id"],
+        runtime_dir=given["--runtime"],
+        parts=msgspec.json.decode(given.get("--parts", "{}"), type=Parts),
+    )
+
+
+def parse_behaviour(text: str) -> Behaviour:
+    """Read the value of `CHV_FAKE`; empty means the defaults."""
+    try:
+        return msgspec.json.decode(text or "{}", type=Behaviour)
+    except msgspec.MsgspecError as error:
+        raise InvalidArgument(str(error), field=BEHAVIOUR_VARIABLE) from error
