@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import anyio
 
@@ -12,9 +12,13 @@ T = TypeVar("T")
 POLL_S = 0.01
 
 
+@overload
 async def wait_until(
-    probe: Callable[[], T | Awaitable[T]], *, timeout_s: float = 5.0, what: str = ""
-) -> T:
+    probe: Callable[[], Awaitable[T]], *, timeout_s: float = 5.0, what: str = ""
+) -> T: ...
+@overload
+async def wait_until(probe: Callable[[], T], *, timeout_s: float = 5.0, what: str = "") -> T: ...
+async def wait_until(probe: Callable[[], Any], *, timeout_s: float = 5.0, what: str = "") -> Any:
     """Return the first true value of `probe`, plain or async; fail when none comes in time."""
     with anyio.move_on_after(timeout_s):
         while True:
