@@ -28,6 +28,7 @@ ROOTS = ("linux-image-cloud-amd64", "busybox-static", "dropbear-bin", "openssh-s
 RESOLUTION = "resolution.json"
 QUERY_TIMEOUT_S = 60.0
 DOWNLOAD_TIMEOUT_S = 600.0
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "APT_CONFIG")
 APT_USER = "_apt"
 ONLY_DEPENDS = (
     "--no-recommends", "--no-suggests", "--no-conflicts", "--no-breaks", "--no-replaces",
@@ -123,7 +124,8 @@ async def packages(cache: Path, progress: Progress) -> dict[str, Path]:
             for package in resolution.packages
             if not await anyio.to_thread.run_sync(_intact, cache, package)
         ]
-        await _download(missing, cache, progress)
+        if missing:
+            await _download(missing, cache, progress)
         _write(cache / RESOLUTION, msgspec.json.encode(resolution))
         known = resolution
     return {package.name: cache / package.file_name for package in known.packages}
@@ -146,14 +148,17 @@ async def _apt(argv: list[str]) -> str:
 
 
 async def _download(missing: list[Package], cache: Path, progress: Progress) -> None:
-    if not missing:
-        return
     size_bytes = sum(package.size_bytes for package in missing)
     progress(f"downloading {len(missing)} Debian packages, {size_bytes / 1e6:.1f} MB")
     with _download_dir(cache) as directory:
         exact = [f"{package.name}={package.version}" for package in missing]
-        argv = ["env", f"--chdir={directory}", "apt-get", "-q", "download", *exact]
-        done = await run(argv, timeout_s=DOWNLOAD_TIMEOUT_S, check=False)
+        done = await run(
+            ["apt-get", "-q", "download", *exact],
+            timeout_s=DOWNLOAD_TIMEOUT_S,
+            check=False,
+            environment=_proxies(),
+            cwd=str(directory),
+        )
         if done.returncode != 0:
             raise Unavailable(
                 f"apt-get download failed: {_last_line(done.stderr)}",
@@ -163,6 +168,11 @@ async def _download(missing: list[Package], cache: Path, progress: Progress) -> 
             if not await anyio.to_thread.run_sync(_intact, directory, package):
                 raise DataLoss(f"{package.file_name} is not what apt's index promised")
             (directory / package.file_name).replace(cache / package.file_name)
+
+
+def _proxies() -> dict[str, str]:
+    """Return how this machine reaches a mirror, where that is said in the environment."""
+    return {name: os.environ[name] for name in PROXIES if name in os.environ}
 
 
 @contextmanager

@@ -6,10 +6,10 @@ that nothing depends on the directory names of a release.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from importlib import resources
 
-from chv.common.errors import FailedPrecondition
 from chv.guest.cpio import Cpio
 from chv.guest.debs import Deb
 from chv.guest.elf import closure, interpreter
@@ -81,14 +81,11 @@ def _add_programs(archive: Cpio, debs: Mapping[str, Deb]) -> None:
     archive.link("usr/lib/sftp-server", "openssh/sftp-server")
     dynamic = [content for content in programs.values() if interpreter(content)]
     libraries = closure(dynamic, lambda name: find_library(debs.values(), name))
-    loaders = {path for content in dynamic if (path := interpreter(content))}
-    for name, content in libraries.items():
-        archive.file(f"lib/{name}", content, 0o755)
-    for path in sorted(loaders):
-        loader = find_library(debs.values(), path.rpartition("/")[2])
-        if loader is None:
-            raise FailedPrecondition(f"no downloaded package has the loader {path}")
-        archive.file(path.lstrip("/"), loader, 0o755)
+    for name, library in libraries.items():
+        archive.file(f"lib/{name}", library, 0o755)
+    for loader in sorted({interpreter(content) or "" for content in dynamic}):
+        # The C library needs its loader, so the closure has it.
+        archive.link(loader.lstrip("/"), f"/lib/{posixpath.basename(loader)}")
 
 
 def find_library(debs: Iterable[Deb], name: str) -> bytes | None:

@@ -1,0 +1,90 @@
+"""Copies one file while hashing it. Blocking; runs in a worker thread of anyio, whose caller's
+cancellation is noticed between blocks. OSErrors go up as they are, apart from a source that is
+not a readable regular file, which is InvalidArgument.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio.from_thread
+
+from chv.common.errors import InvalidArgument
+
+BLOCK_BYTES = 1 << 20
+PROGRESS_BYTES = 256 << 20
+Progress = Callable[[str], None]
+
+
+@contextmanager
+def open_source(path: Path) -> Iterator[int]:
+    """Open a regular file for reading; a link, device, FIFO or directory is refused."""
+    try:
+        # O_NONBLOCK: the open of a FIFO must not wait for a writer.
+        source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        reason = "is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise InvalidArgument(
+            f"{path}: {reason}", field="source.path", hint="the path of a regular file"
+        ) from error
+    try:
+        if not stat.S_ISREG(os.fstat(source).st_mode):
+            raise InvalidArgument(f"{path} is not a regular file", field="source.path")
+        yield source
+    finally:
+        os.close(source)
+
+
+def copy_hashed(source: int, target: Path, progress: Progress) -> tuple[str, int]:
+    """Copy `source` to the new file `target`; return sha256 and size of what was written.
+
+    Blocks of zeros become holes.
+    """
+    total_bytes = os.fstat(source).st_size
+    digest = hashlib.sha256()
+    copied_bytes = 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    out = os.open(target, flags, 0o600)
+    try:
+        while block := os.read(source, BLOCK_BYTES):
+            anyio.from_thread.check_cancelled()
+            digest.update(block)
+            if any(block):
+                _write_at(out, block, copied_bytes)
+            copied_bytes += len(block)
+            if copied_bytes % PROGRESS_BYTES == 0:
+                progress(f"copied {copied_bytes >> 20} of {total_bytes >> 20} MiB")
+        os.ftruncate(out, copied_bytes)
+        os.fsync(out)
+    finally:
+        os.close(out)
+    return digest.hexdigest(), copied_bytes
+
+
+def _write_at(out: int, block: bytes, offset: int) -> None:
+    view = memoryview(block)
+    while view:
+        written = os.pwrite(out, view, offset)
+        view = view[written:]
+        offset += written
+
+
+def read_header(path: Path, size_bytes: int) -> bytes:
+    """Return the first bytes of a file of ours."""
+    with path.open("rb") as file:
+        return file.read(size_bytes)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,225 @@
+"""The content-addressed store: `<root>/sha256/<64 hex>`, each file 0444 and never changed.
+
+A file gets its final name only when complete, synced and proven to hash to that name; what a
+killed import leaves is a temporary file that `recover` removes at the next start. One process
+owns a root. Which Image uses which artifact is the caller's knowledge. Blocking parts run in a
+worker thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import anyio.to_thread
+import msgspec
+
+from chv.common.errors import ChvError, InUse, InvalidArgument, ResourceExhausted
+from chv.common.ids import Ids
+from chv.images.copying import Progress, copy_hashed, open_source, read_header, sync
+from chv.images.formats import HEADER_BYTES, check_format
+
+TEMPORARY_PREFIX = ".import-"
+SHA256 = re.compile(r"[0-9a-f]{64}")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# Where a hard link cannot be: another file system, one without links, too many of them.
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """One stored file. `format` is as declared; the store itself keeps only the bytes."""
+
+    sha256: str
+    size_bytes: int
+    format: str
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """What the store knows by itself: the name is the content's hash."""
+
+    sha256: str
+    size_bytes: int
+
+
+def no_progress(message: str) -> None:
+    """Take progress messages and drop them."""
+
+
+class ImageStore:
+    """The artifacts below one root directory."""
+
+    def __init__(self, root: Path, ids: Ids | None = None) -> None:
+        self._directory = root / "sha256"
+        self._ids = ids or Ids()
+
+    def path(self, sha256: str) -> Path:
+        """Return where the artifact is or would be."""
+        return self._directory / check_sha256(sha256, "sha256")
+
+    def get(self, sha256: str) -> StoredFile | None:
+        """Return the stored file, or None."""
+        try:
+            size_bytes = self.path(sha256).stat().st_size
+        except FileNotFoundError:
+            return None
+        return StoredFile(sha256=sha256, size_bytes=size_bytes)
+
+    def ls(self) -> list[StoredFile]:
+        """Return every complete artifact, ordered by name."""
+        if not self._directory.is_dir():
+            return []
+        return [
+            StoredFile(sha256=entry.name, size_bytes=entry.stat().st_size)
+            for entry in sorted(self._directory.iterdir())
+            if SHA256.fullmatch(entry.name)
+        ]
+
+    def recover(self) -> int:
+        """Make the directory; remove what killed imports left and return how much that was."""
+        self._prepare()
+        debris = list(self._directory.glob(f"{TEMPORARY_PREFIX}*"))
+        for path in debris:
+            path.unlink(missing_ok=True)
+        return len(debris)
+
+    def remove(self, sha256: str, users: Callable[[str], Iterable[str]]) -> bool:
+        """Remove an artifact unless `users` names any; return whether it was there."""
+        path = self.path(sha256)
+        names = sorted(users(sha256))
+        if names:
+            shown = ", ".join(names[:5])
+            raise InUse(f"artifact {sha256[:12]} is used by {shown}", hint="delete those first")
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        sync(self._directory)
+        return True
+
+    async def import_file(
+        self,
+        path: Path,
+        declared: str,
+        expected_sha256: str | None = None,
+        *,
+        progress: Progress = no_progress,
+    ) -> Artifact:
+        """Copy a local file in. What is hashed is what is stored, whatever the source does."""
+        if expected_sha256 is not None:
+            check_sha256(expected_sha256, "source.sha256")
+        return await anyio.to_thread.run_sync(
+            self._import, path, declared, expected_sha256, progress
+        )
+
+    async def link_file(self, path: Path, declared: str, expected_sha256: str) -> Artifact:
+        """Take a finished file of our own by hard link, or by copy from another file system.
+
+        The file must never be written to again. Its content is verified all the same.
+        """
+        check_sha256(expected_sha256, "sha256")
+        return await anyio.to_thread.run_sync(self._link, path, declared, expected_sha256)
+
+    def _prepare(self) -> None:
+        self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+
+    def _known(self, declared: str, expected: str | None) -> Artifact | None:
+        """Return the artifact if it is here already; the source is then not needed."""
+        known = self.get(expected) if expected is not None else None
+        if known is None:
+            return None
+        check_format(declared, read_header(self.path(known.sha256), HEADER_BYTES))
+        return Artifact(known.sha256, known.size_bytes, declared)
+
+    def _import(
+        self, path: Path, declared: str, expected: str | None, progress: Progress
+    ) -> Artifact:
+        self._prepare()
+        if known := self._known(declared, expected):
+            return known
+        with open_source(path) as source:
+            check_format(declared, os.pread(source, HEADER_BYTES, 0))
+            self._check_space(source)
+            temporary = self._temporary()
+            try:
+                digest, size_bytes = copy_hashed(source, temporary, progress)
+                return self._keep(temporary, Artifact(digest, size_bytes, declared), expected)
+            except OSError as error:
+                raise self._storage_error(error, path, source) from error
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def _link(self, path: Path, declared: str, expected: str) -> Artifact:
+        self._prepare()
+        if known := self._known(declared, expected):
+            return known
+        temporary = self._temporary()
+        try:
+            temporary.hardlink_to(path)
+            with temporary.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            artifact = Artifact(digest, temporary.stat().st_size, declared)
+            return self._keep(temporary, artifact, expected)
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+        return self._import(path, declared, expected, no_progress)
+
+    def _keep(self, temporary: Path, artifact: Artifact, expected: str | None) -> Artifact:
+        """Give a complete temporary file its name, if its content has earned it."""
+        if expected is not None and artifact.sha256 != expected:
+            raise InvalidArgument(
+                f"the file's sha256 is {artifact.sha256}, expected {expected}",
+                field="source.sha256",
+                hint="the file is not the one that was meant, or it is damaged",
+            )
+        # Again, from what was stored: a source can change after its header was read.
+        check_format(artifact.format, read_header(temporary, HEADER_BYTES))
+        temporary.chmod(0o444)
+        sync(temporary)
+        temporary.replace(self.path(artifact.sha256))
+        sync(self._directory)
+        return artifact
+
+    def _temporary(self) -> Path:
+        return self._directory / f"{TEMPORARY_PREFIX}{os.getpid()}-{self._ids.nonce()}"
+
+    def _check_space(self, source: int) -> None:
+        needed_bytes, free_bytes = _occupied_bytes(source), self._free_bytes()
+        if needed_bytes > free_bytes:
+            raise self._exhausted(needed_bytes, free_bytes)
+
+    def _free_bytes(self) -> int:
+        usage = os.statvfs(self._directory)
+        return usage.f_bavail * usage.f_frsize
+
+    def _exhausted(self, needed_bytes: int, free_bytes: int) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"the image needs {needed_bytes} bytes, {self._directory} has {free_bytes} free",
+            hint="remove unused images with `chv image rm`, or make room",
+        )
+
+    def _storage_error(self, error: OSError, path: Path, source: int) -> ChvError:
+        if error.errno in NO_SPACE:
+            return self._exhausted(_occupied_bytes(source), self._free_bytes())
+        return InvalidArgument(f"{path}: {error.strerror}", field="source.path")
+
+
+def _occupied_bytes(source: int) -> int:
+    """Return what a copy takes: holes are kept."""
+    status = os.fstat(source)
+    return min(status.st_size, status.st_blocks * 512)
+
+
+def check_sha256(text: str, where: str) -> str:
+    """Return `text` if it is a sha256 in lower-case hexadecimal."""
+    if not SHA256.fullmatch(text):
+        raise InvalidArgument(
+            f"{text[:80]!r} is not a sha256", field=where, hint="64 lower-case hexadecimal digits"
+        )
+    return text
