@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import anyio
-import anyio.abc
 
 SEND_TIMEOUT_S = 10.0
 CHUNK_BYTES_MAX = 65536
@@ -140,11 +139,8 @@ class Channel:
         close_fds(self._backlog_fds)
         self._backlog_fds = ()
 
-    async def pump(
-        self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def pump(self) -> None:
         """Finish frames that the kernel did not take at once; give up on a peer that is stuck."""
-        task_status.started()
         while True:
             await self._wake.wait()
             self._wake = anyio.Event()

@@ -13,7 +13,7 @@ import itertools
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,10 @@ class Client:
                 self._tasks.start_soon(self._leave, call_id)
 
     async def _send(self, frame: bytes, waiter: _Waiter) -> None:
-        if self._lost:
-            return
-        try:
+        # A send that fails says little: the reader finds out why, and what the server said last.
+        with suppress(ChannelClosed):
             await self._channel.send(frame)
             waiter.sent = True
-        except ChannelClosed as error:
-            self._lose(str(error))
 
     async def _wait(
         self,
@@ -193,10 +190,8 @@ class Client:
 
     async def _leave(self, call_id: int) -> None:
         """Tell the server that nobody waits for this call any more, so that it stops it."""
-        try:
+        with suppress(ChannelClosed):  # then there is nobody left to tell
             await self._channel.send(encode_request(CANCEL, CancelParams(call_id), None))
-        except ChannelClosed as error:
-            self._lose(str(error))
 
     # --- the reader
 
@@ -311,7 +306,7 @@ async def connect(
     try:
         async with anyio.create_task_group() as tasks:
             client = Client(channel, tasks)
-            await tasks.start(channel.pump)
+            tasks.start_soon(channel.pump)
             await tasks.start(client.run)
             try:
                 yield client

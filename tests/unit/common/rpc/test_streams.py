@@ -7,8 +7,8 @@ import anyio.lowlevel
 import pytest
 
 from chv.common.errors import DeadlineExceeded, ResourceExhausted
+from chv.common.rpc import Client, connect
 from chv.common.rpc import client as client_module
-from chv.common.rpc import connect
 from tests.helpers import wait_until
 from tests.unit.common.rpc.sample_api import (
     GET,
@@ -45,13 +45,16 @@ async def test_events_on_the_wire_name_their_call() -> None:
 
 async def test_other_calls_go_on_beside_a_stream() -> None:
     seen: list[Tick] = []
-    async with running(calls_max=1) as sample, connect(sample.path) as client:
-        async with anyio.create_task_group() as tasks:
-            for _ in range(5):
-                tasks.start_soon(client.stream, WATCH, Ping(), seen.append)
-            await wait_until(lambda: len(seen) == 5)
-            assert (await client.call(GET, Ping(n=1))).n == 2
-            tasks.cancel_scope.cancel()
+    async with (
+        running(calls_max=1) as sample,
+        connect(sample.path) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        for _ in range(5):
+            tasks.start_soon(client.stream, WATCH, Ping(), seen.append)
+        await wait_until(lambda: len(seen) == 5)
+        assert (await client.call(GET, Ping(n=1))).n == 2
+        tasks.cancel_scope.cancel()
 
 
 async def test_caller_that_leaves_a_stream_ends_it_on_the_server() -> None:
@@ -94,16 +97,19 @@ async def test_more_events_than_may_wait_fail_the_stream_and_nothing_else(
     monkeypatch.setattr(client_module, "EVENTS_MAX", 3)
     event = b'{"jsonrpc":"2.0","method":"Watch/event","params":{"id":1,"event":{"n":1}}}\n'
     reply = b'{"jsonrpc":"2.0","id":2,"result":{"n":7}}\n'
-    async with peer_that_answers(event * 4 + reply) as path, connect(path) as client:
-        async with anyio.create_task_group() as tasks:
 
-            async def watch() -> None:
-                with pytest.raises(ResourceExhausted, match="Watch: over 3 events"):
-                    await client.stream(WATCH, Ping(), lambda _: None)
+    async def watch(client: Client) -> None:
+        with pytest.raises(ResourceExhausted, match="Watch: over 3 events"):
+            await client.stream(WATCH, Ping(), lambda _: None)
 
-            tasks.start_soon(watch)
-            await anyio.lowlevel.checkpoint()
-            assert (await client.call(GET, Ping())).n == 7
+    async with (
+        peer_that_answers(event * 4 + reply) as path,
+        connect(path) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(watch, client)
+        await anyio.lowlevel.checkpoint()
+        assert (await client.call(GET, Ping())).n == 7
 
 
 async def test_cancel_of_a_stranger_is_ignored() -> None:
