@@ -118,7 +118,7 @@ class Daemons:
                 tasks.start_soon(self._keep, daemon)
 
     async def _keep(self, daemon: _Daemon) -> None:
-        async def run(*, task_status: TaskStatus[None]) -> None:
+        async def run(*, task_status: TaskStatus[None]) -> None:  # noqa: ASYNC128  by _serve
             await self._run(daemon, task_status.started)
 
         spec = ChildSpec(daemon.name, run, ready_timeout_s=READY_TIMEOUT_S)

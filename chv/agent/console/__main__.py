@@ -46,7 +46,7 @@ class Holder:
     def __init__(self, layout: Layout, tasks: anyio.abc.TaskGroup) -> None:
         self._layout = layout
         self._tasks = tasks
-        self._lines: dict[str, tuple[str, anyio.CancelScope]] = {}
+        self._lines: dict[str, anyio.CancelScope] = {}
 
     async def hello(self, request: HelloRequest) -> HelloReply:
         """Say who we are."""
@@ -62,10 +62,8 @@ class Holder:
 
     async def attach(self, request: AttachConsole) -> Done:
         """Connect and start recording; returns once connected."""
-        current = self._lines.get(request.vm_id)
-        if current is not None and current[0] == request.worker_id:
+        if request.vm_id in self._lines:
             return Done()
-        await self.detach(DetachConsole(vm_id=request.vm_id))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(request.socket)
@@ -73,9 +71,9 @@ class Holder:
         except OSError as error:
             connection.close()
             raise Unavailable(f"serial line of {request.vm_id}: {error.strerror}") from error
-        recording.mark(f"{MARK_ATTACHED}: {request.worker_id}")
+        recording.mark(MARK_ATTACHED)
         scope = anyio.CancelScope()
-        self._lines[request.vm_id] = (request.worker_id, scope)
+        self._lines[request.vm_id] = scope
         self._tasks.start_soon(self._record, request, connection, recording, scope)
         return Done()
 
@@ -92,14 +90,14 @@ class Holder:
                     recording.write(data)
         finally:
             recording.close()
-            if self._lines.get(request.vm_id, ("", None))[1] is scope:
+            if self._lines.get(request.vm_id) is scope:
                 del self._lines[request.vm_id]
 
     async def detach(self, request: DetachConsole) -> Done:
         """Stop recording one VM."""
-        line = self._lines.pop(request.vm_id, None)
-        if line is not None:
-            line[1].cancel()
+        scope = self._lines.pop(request.vm_id, None)
+        if scope is not None:
+            scope.cancel()
         return Done()
 
     async def attached(self, request: Empty) -> AttachedConsoles:

@@ -106,7 +106,7 @@ class ConsoleKeeper:
         )
         log.info("console.started", pid=record.pid)
 
-    async def attach(self, vm_uid: str, serial: Path, worker_id: str) -> None:
+    async def attach(self, vm_uid: str, serial: Path) -> None:
         """Record the serial line of one VMM incarnation."""
         await self._connected().call(
             ATTACH_CONSOLE,
@@ -114,7 +114,6 @@ class ConsoleKeeper:
                 vm_id=vm_uid,
                 socket=str(serial),
                 directory=str(self._layout.vm_state(vm_uid)),
-                worker_id=worker_id,
             ),
         )
         self._attached.add(vm_uid)

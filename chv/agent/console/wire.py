@@ -7,12 +7,14 @@ from chv.common.wire.types import HELLO, Done, Empty, Message, PathText, Reply, 
 
 
 class AttachConsole(Message, frozen=True, kw_only=True):
-    """Connect to a VMM's serial socket and record it. Attached to the same socket: no effect."""
+    """Connect to a VMM's serial socket and record it. Connected already: no effect.
+
+    The VMM's end closes the connection, so an incarnation never inherits the line of the last.
+    """
 
     vm_id: Uid
     socket: PathText
     directory: PathText
-    worker_id: str
 
 
 class DetachConsole(Message, frozen=True, kw_only=True):

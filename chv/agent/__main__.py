@@ -1,0 +1,294 @@
+"""chv-agent: composes the node and runs until a signal. Its long-lived tasks, all in one group:
+
+server          the local API; bound first, `recovering` until the store is read
+daemons         supervises stord and nwd (daemons.py)
+engine          reconciles every object (engine.py)
+console         keeps the console holder and its lines (console/keeper.py)
+storage events  hands stord's losses to the engine
+probes          tries the VMMs, so that the first start need not wait
+
+A signal ends them and touches nothing in the world: VMs, storage daemons and networks go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+
+from chv.agent import host_checks
+from chv.agent.console.keeper import ConsoleKeeper
+from chv.agent.daemons import DaemonEvents, Daemons
+from chv.agent.engine import Engine
+from chv.agent.guest_access import GuestProbe
+from chv.agent.images import Images
+from chv.agent.node import Node, NodeState, Predicate
+from chv.agent.ports import Gate, Limits, World
+from chv.agent.probes import Probes
+from chv.agent.seeds import Seeds
+from chv.agent.service import Parts, Service, add_hello
+from chv.agent.store_sqlite import open_store
+from chv.agent.vmms import Vmms
+from chv.common import config as configuration
+from chv.common import failpoint, logs
+from chv.common.clock import SystemClock
+from chv.common.config import Config
+from chv.common.errors import ChvError, DataLoss, Unavailable
+from chv.common.files import FileLock, ensure_dir
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.process import choose_provider
+from chv.common.rpc import Server, connect
+from chv.common.wire.agent import METHODS
+from chv.common.wire.stord import WATCH_STORAGE
+from chv.common.wire.types import Empty
+from chv.vmm.select import make_drivers
+
+log = logs.get("chv.agent")
+RETRY_S = 0.2
+HOST_CHECK_EVERY_S = 30.0
+
+
+class NodeGate:
+    """The engine's `Gate` on the node's state machine."""
+
+    CREATING = frozenset({"create", "start", "restart", "update"})
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def check(self, verb: str) -> None:
+        """Raise where the node's state forbids the verb."""
+        if verb in self.CREATING:
+            self._node.require_create(verb)
+        else:
+            self._node.require_alive(verb)
+
+    def starts_allowed(self) -> bool:
+        """Whether VMs may be started now."""
+        return self._node.state is NodeState.TENANT_READY
+
+
+class Agent:
+    """Everything that the tasks share."""
+
+    def __init__(self, config_path: Path, config: Config, layout: Layout) -> None:
+        self.config, self.layout = config, layout
+        self.clock, self.ids = SystemClock(), Ids()
+        self.node = Node(self.clock, self._on_state)
+        self.daemons = Daemons(
+            config_path,
+            layout,
+            self.clock,
+            DaemonEvents(self._daemon_ready, self._daemon_lost, self._daemon_failed),
+        )
+        self.provider = choose_provider(layout)
+        self.console = ConsoleKeeper(layout, self.provider, self.ids)
+        self.images = Images(layout.images, Path(config.images.cache_dir))
+        self.seeds = Seeds(layout)
+        drivers = make_drivers(config.vmm)
+        self.probes = Probes(
+            config.vmm,
+            drivers,
+            Path(config.images.cache_dir),
+            lambda: self.images.ensure_builtin("tiny"),
+        )
+        nwd = self.daemons.link("nwd")
+        self.vmms = Vmms(layout, self.provider, self.probes, nwd, self.console)
+        self.guest = GuestProbe(nwd, layout)
+        self.engine: Engine | None = None
+
+    def world(self) -> World:
+        """Return the engine's view of everything."""
+        gate: Gate = NodeGate(self.node)
+        limits = self.config.limits
+        return World(
+            stord=self.daemons.link("stord"),
+            nwd=self.daemons.link("nwd"),
+            vmm=self.vmms,
+            images=self.images,
+            seeds=self.seeds,
+            guest=self.guest,
+            gate=gate,
+            clock=self.clock,
+            ids=self.ids,
+            layout=self.layout,
+            limits=Limits(
+                vms_max=limits.vms_max,
+                parallel_starts=limits.parallel_starts,
+                restarts_max=limits.restarts_max,
+                restart_window_s=limits.restart_window_s,
+            ),
+        )
+
+    # --- what the daemons' supervisor tells
+    def _daemon_ready(self, name: str) -> None:
+        self.node.observe(_predicate(name), holds=True, reason="Answering")
+        if self.engine is not None:
+            self.engine.notify_daemon_ready(name)
+
+    def _daemon_lost(self, name: str, reason: str) -> None:
+        self.node.observe(_predicate(name), holds=False, reason="NotAnswering", message=reason)
+
+    def _daemon_failed(self, name: str, reason: str) -> None:
+        self.node.fatal(f"{name}: {reason}")
+
+    def _on_state(self, state: NodeState) -> None:
+        log.info("node.state", state=state, transition=self.node.transitions[-1])
+        if state is NodeState.TENANT_READY and self.engine is not None:
+            self.engine.notify_daemon_ready("node")
+
+    # --- tasks
+    async def watch_storage(self) -> None:
+        """Hand storage losses to the engine; over and over, as stord comes and goes."""
+        assert self.engine is not None
+        while True:
+            try:
+                async with connect(self.layout.socket("stord")) as client:
+                    await client.stream(WATCH_STORAGE, Empty(), self.engine.notify_storage_event)
+            except Unavailable:
+                await anyio.sleep(RETRY_S)
+
+    async def watch_host(self) -> None:
+        """Keep the host predicate true to the machine."""
+        while True:
+            await self.check_host()
+            await anyio.sleep(HOST_CHECK_EVERY_S)
+
+    async def check_host(self) -> None:
+        """Look once."""
+        found = await anyio.to_thread.run_sync(host_checks.failures, self.config, self.layout)
+        reason = "ChecksFailed" if found else "ChecksPassed"
+        self.node.observe(
+            Predicate.HOST, holds=not found, reason=reason, message="; ".join(found)
+        )
+
+    async def adopt(self) -> None:
+        """Judge what runs before anything is done."""
+        assert self.engine is not None
+        report = await self.engine.recover()
+        log.info("agent.adopted", report=report)
+        for worker_id in report.orphans:
+            log.warning("agent.orphan", worker_id=worker_id)
+        self.node.observe(Predicate.ADOPTED, holds=True, reason="CensusDone")
+
+
+def _predicate(name: str) -> Predicate:
+    return Predicate.STORD if name == "stord" else Predicate.NWD
+
+
+async def run(config_path: Path, config: Config, layout: Layout) -> None:
+    """Run the agent until SIGTERM or SIGINT."""
+    make_directories(layout, config)
+    with FileLock.acquire(layout.lock("agent")):
+        agent = Agent(config_path, config, layout)
+        server = Server("agent", METHODS, allow_uids=frozenset(config.api.allow_uids))
+        server.recovering = "reading the store"
+        add_hello(server, layout)
+        async with open_store(layout.database("agent")) as store:
+            agent.engine = Engine(store, agent.world())
+            Service(
+                Parts(
+                    config=config,
+                    layout=layout,
+                    node=agent.node,
+                    engine=agent.engine,
+                    daemons=agent.daemons,
+                    probes=agent.probes,
+                    vmms=agent.vmms,
+                    seeds=agent.seeds,
+                )
+            ).register(server)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_until_signal, tasks.cancel_scope)
+                await tasks.start(server.serve, layout.socket("agent"))
+                await _start(agent, server, tasks)
+
+
+async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> None:
+    """Bring the node up in the order of its state machine."""
+    assert agent.engine is not None
+    agent.node.bootstrap()
+    await agent.check_host()
+    await anyio.to_thread.run_sync(agent.seeds.operator_key)
+    await agent.engine.load()
+    agent.node.observe(Predicate.STORE, holds=True, reason="Read")
+    server.recovering = None
+    for task in (
+        agent.daemons.run,
+        agent.console.run,
+        agent.watch_storage,
+        agent.watch_host,
+        agent.probes.ensure,
+    ):
+        tasks.start_soon(task)
+    await agent.adopt()
+    await tasks.start(agent.engine.run)
+    log.info("agent.ready")
+    _tell_ready()
+
+
+def make_directories(layout: Layout, config: Config) -> None:
+    """Make the node's directories with the modes of DESIGN 2. Idempotent."""
+    ensure_dir(layout.run_root, mode=0o711)
+    ensure_dir(layout.run, mode=0o711)
+    ensure_dir(layout.api, mode=0o750, gid=_group(config.api.group))
+    ensure_dir(layout.vms, mode=0o711)
+    ensure_dir(layout.state_root, mode=0o711)
+    ensure_dir(layout.state, mode=0o711)
+    ensure_dir(layout.logs, mode=0o700)
+
+
+def _group(name: str) -> int:
+    """Return the gid of the API's group; root's where it does not exist (root alone then)."""
+    import grp
+
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return 0
+
+
+def _tell_ready() -> None:
+    fd = os.environ.get("CHV_READY_FD")
+    if fd is not None:
+        os.write(int(fd), b"ready\n")
+        os.close(int(fd))
+
+
+async def _until_signal(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            log.info("agent.stopping", signal=number.name)
+            scope.cancel()
+            return
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse arguments, read the configuration, run."""
+    parser = argparse.ArgumentParser(prog="chv-agent", description="The node's orchestrator.")
+    parser.add_argument("--config", type=Path, required=True, help="the node's chv.toml")
+    parser.add_argument("--worker-id", help="carried for whoever looks for this process")
+    arguments = parser.parse_args(argv)
+    try:
+        config = configuration.load(arguments.config)
+        logs.setup("agent", config.node.log_level)
+        failpoint.from_environment(os.environ)
+        layout = configuration.resolve_layout(config)
+        anyio.run(run, arguments.config, config, layout)
+    except ChvError as error:
+        print(f"chv-agent: {error.code}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BaseExceptionGroup as group:
+        lost = group.subgroup(DataLoss)
+        log.exception("agent.crashed", lost or group)  # noqa: TRY401  our log, not logging
+        return DataLoss.exit_code if lost else 70
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

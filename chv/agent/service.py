@@ -1,0 +1,248 @@
+"""The agent's local API: wire methods to the engine, the node and the daemons. No logic of its own.
+
+Everything answers from memory or waits for nothing but the engine, so a hung VMM or daemon cannot
+make a read hang.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import msgspec
+
+from chv import VERSION
+from chv.agent import log_reader
+from chv.agent.console.recording import FILE_NAME
+from chv.agent.daemons import Daemons
+from chv.agent.engine import Engine
+from chv.agent.node import Node
+from chv.agent.probes import Probes
+from chv.agent.seeds import Seeds
+from chv.agent.vmms import Vmms
+from chv.common.clock import boot_id
+from chv.common.config import Config
+from chv.common.errors import FailedPrecondition, InvalidArgument
+from chv.common.ids import short_uid
+from chv.common.layout import Layout
+from chv.common.rpc import CallContext, Server, WithFds
+from chv.common.wire import agent as api
+from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, OpenGuestConnection
+from chv.common.wire.types import (
+    CENSUS,
+    HELLO,
+    CensusItem,
+    CensusReply,
+    Done,
+    Empty,
+    Feature,
+    HelloReply,
+    HelloRequest,
+)
+
+DAEMON_LOGS = ("agent", "stord", "nwd", "console")
+GUEST_USER = "root"  # whom our seed disk lets in
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the service answers from."""
+
+    config: Config
+    layout: Layout
+    node: Node
+    engine: Engine
+    daemons: Daemons
+    probes: Probes
+    vmms: Vmms
+    seeds: Seeds
+
+
+class Service:
+    """Handlers of the agent's method table."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._engine = parts.engine
+        self._layout = parts.layout
+
+    def register(self, server: Server) -> None:
+        """Give every method its handler."""
+        engine = self._engine
+        server.add(CENSUS, self.census)
+        server.add(api.APPLY, engine.apply)
+        server.add(api.GET, self.get)
+        server.add(api.LIST, self.list)
+        server.add(api.DELETE, engine.delete)
+        server.add(api.ACT_ON_VM, engine.act)
+        server.add(api.GET_OPERATION, engine.get_operation)
+        server.add(api.LIST_OPERATIONS, engine.list_operations)
+        server.add(api.WAIT_OPERATION, engine.wait_operation)
+        server.add(api.WAIT_CONDITION, engine.wait_condition)
+        server.add(api.NODE_STATUS, self.node_status, during_recovery=True)
+        server.add(api.RESET_NODE, self.reset_node)
+        server.add(api.OPEN_GUEST, self.open_guest)
+        server.add(api.GET_GUEST_ACCESS, self.guest_access)
+        server.add(api.READ_LOGS, self.read_logs)
+        server.add(api.IMPORT_IMAGE, self.import_image)
+
+    async def get(self, request: api.ObjectRef) -> api.ObjectReply:
+        """One object, from memory."""
+        return self._engine.get(request)
+
+    async def list(self, request: api.ListObjects) -> api.ListReply:
+        """All objects of a kind, from memory."""
+        return self._engine.list(request)
+
+    async def node_status(self, request: Empty) -> api.NodeStatusReply:
+        """State, daemons, VMMs and conditions of the node."""
+        parts, node = self._parts, self._parts.node
+        return api.NodeStatusReply(
+            name=parts.config.node.name,
+            instance=self._layout.instance,
+            state=node.state,
+            since=node.since,
+            version=VERSION,
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            run_dir=str(self._layout.run),
+            state_dir=str(self._layout.state),
+            daemons=parts.daemons.statuses(),
+            vmms=parts.probes.results(),
+            conditions=node.conditions(),
+            features=self._features(),
+            counts=self._engine.counts(),
+            transitions=list(node.transitions),
+        )
+
+    def _features(self) -> list[Feature]:
+        found: list[Feature] = []
+        for name in ("stord", "nwd"):
+            health = self._parts.daemons.health(name)
+            if health is not None:
+                found += health.features
+        return found
+
+    async def reset_node(self, request: Empty) -> Done:
+        """Leave Failed; daemons that were given up on get another chance."""
+        self._parts.node.reset()
+        self._parts.daemons.reset()
+        return Done()
+
+    async def open_guest(self, request: api.OpenGuest) -> WithFds[api.OpenGuestReply]:
+        """Connect into the guest; the socket goes to the caller and no byte passes us."""
+        access = self._engine.vm_access(request.name, request.namespace, request.interface)
+        if request.port not in access.guest_ports:
+            declared = ", ".join(str(port) for port in access.guest_ports) or "none"
+            raise FailedPrecondition(
+                f"port {request.port} is not declared by VM {request.name} (declared: {declared})",
+                field="spec.guestPorts",
+                hint=f"add {request.port} to spec.guestPorts",
+            )
+        reply, fds = await self._parts.daemons.link("nwd").call_fds(
+            OPEN_GUEST_CONNECTION,
+            OpenGuestConnection(
+                nic_id=access.nic_id, port=request.port, timeout_s=request.timeout_s
+            ),
+        )
+        return WithFds(api.OpenGuestReply(local=reply.local, remote=reply.remote), fds)
+
+    async def guest_access(self, request: api.ObjectRef) -> api.GuestAccessReply:
+        """Say how to log in, with the pinned host key."""
+        if request.kind != "VirtualMachine":
+            raise InvalidArgument(f"{request.kind} has no guest", field="kind")
+        access = self._engine.vm_access(request.name, request.namespace)
+        if not access.host_key:
+            raise FailedPrecondition(
+                f"VM {request.name} has no pinned host key yet", hint="it was never started"
+            )
+        return api.GuestAccessReply(
+            user=GUEST_USER,
+            port=22,
+            address=access.address,
+            host_key=access.host_key,
+            identity_file=str(self._parts.seeds.operator_identity),
+        )
+
+    async def read_logs(self, request: api.ReadLogs, context: CallContext) -> Done:
+        """Send the end of a log and, if asked, what is appended."""
+        kind, _, name = request.target.partition("/")
+        if kind == "vm":
+            vm_uid = self._engine.vm_uid(name, request.namespace)
+            path = self._layout.vm_state(vm_uid) / FILE_NAME
+        elif name in DAEMON_LOGS:
+            path = self._layout.logs / f"{name}.log"
+        else:
+            known = ", ".join(DAEMON_LOGS)
+            raise InvalidArgument(f"no daemon {name!r}", field="target", hint=f"one of {known}")
+        text, start = await log_reader.read(path, request.tail_lines, request.target)
+        for offset in range(0, len(text), log_reader.CHUNK_BYTES):
+            await context.emit(api.LogChunk(text=text[offset : offset + log_reader.CHUNK_BYTES]))
+        if request.follow:
+            async for chunk in log_reader.follow(path, start):
+                await context.emit(api.LogChunk(text=chunk))
+        return Done()
+
+    async def import_image(
+        self, request: api.ImportImage, context: CallContext
+    ) -> api.ImportImageReply:
+        """Import a file, telling progress."""
+
+        async def on_progress(done: int, total: int) -> None:
+            await context.emit(api.Progress(step="importing", done=done, total=total))
+
+        return await self._engine.import_image(request, on_progress)
+
+    async def census(self, request: Empty) -> CensusReply:
+        """Everything of this instance that exists: the daemons' kinds and ours, merged."""
+        items: list[CensusItem] = []
+        for name in ("stord", "nwd"):
+            items += (await self._parts.daemons.link(name).call(CENSUS, Empty())).items
+        vm_uids = self._vm_uids()
+        shorts = {short_uid(uid) for uid in vm_uids}
+        for record in await self._parts.vmms.find_all():
+            owner = record.worker_id.split(":")[3]
+            items.append(
+                CensusItem(
+                    kind="process",
+                    name=f"{record.worker_id} pid {record.pid}",
+                    owner=owner,
+                    known=owner in shorts,
+                )
+            )
+        states = self._layout.vm_state("any").parent
+        for directory, known in ((self._layout.vms, shorts), (states, vm_uids)):
+            if directory.is_dir():
+                items += [
+                    CensusItem(
+                        kind="file", name=str(entry), owner=entry.name, known=entry.name in known
+                    )
+                    for entry in sorted(directory.iterdir())
+                ]
+        return CensusReply(items=items)
+
+    def _vm_uids(self) -> set[str]:
+        items = self._engine.list(api.ListObjects(kind="VirtualMachine")).items
+        return {msgspec.json.decode(item)["metadata"]["uid"] for item in items}
+
+
+def hello(layout: Layout, state: str) -> HelloReply:
+    """Return the agent's Hello."""
+    return HelloReply(
+        daemon="agent",
+        version=VERSION,
+        protocol=1,
+        instance=layout.instance,
+        boot_id=boot_id(),
+        pid=os.getpid(),
+        state=state,
+    )
+
+
+def add_hello(server: Server, layout: Layout) -> None:
+    """Serve Hello from the first moment on."""
+
+    async def answer(request: HelloRequest) -> HelloReply:
+        return hello(layout, "recovering" if server.recovering else "ready")
+
+    server.add(HELLO, answer, during_recovery=True)

@@ -1,0 +1,209 @@
+"""VMM processes and monitors: the engine's `VmmPort` on drivers, the process provider and nwd.
+
+Directories and their modes are made here and named by Layout. A process is only ever touched
+through its record, so a recycled pid is never signalled; which process belongs to which VM is the
+engine's knowledge, kept in its store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+
+from chv.agent.console.keeper import ConsoleKeeper
+from chv.agent.links import DaemonLink
+from chv.agent.ports import WORKER_KIND, SpawnRequest, VmHandle, VmmSelection
+from chv.agent.probes import Probes
+from chv.common.errors import InvalidArgument
+from chv.common.failpoint import failpoint
+from chv.common.files import ensure_dir
+from chv.common.layout import Layout
+from chv.common.process import AdoptVerdict, Provider, SpawnSpec, WorkerRecord, scan, verify
+from chv.common.process import wait_gone as wait_process_gone
+from chv.common.wire.nwd import OPEN_NIC, OpenVmNic
+from chv.common.wire.resources import VmmChoice
+from chv.vmm.driver import Launch, VmmDriver, VmmObservation
+
+VMM_LOG = "vmm.log"
+
+
+class Vmms:
+    """Implements `VmmPort` for every driver of this node."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        provider: Provider,
+        probes: Probes,
+        nwd: DaemonLink,
+        console: ConsoleKeeper,
+    ) -> None:
+        self._layout = layout
+        self._provider = provider
+        self._probes = probes
+        self._drivers: Mapping[str, VmmDriver] = probes.drivers
+        self._nwd = nwd
+        self._console = console
+
+    # --- before a process exists
+    async def select(self, choice: VmmChoice) -> VmmSelection:
+        """Choose by what the probes saw."""
+        return await self._probes.select(choice)
+
+    async def prepare(self, vm: VmHandle) -> None:
+        """Make the VM's directories with owner and mode (DESIGN 5)."""
+        await anyio.to_thread.run_sync(self._make_directories, vm)
+
+    def _make_directories(self, vm: VmHandle) -> None:
+        vmm_uid = self._layout.vmm_uid(vm.slot)
+        ensure_dir(self._layout.vms, mode=0o711)
+        ensure_dir(self._layout.vm(vm.uid), mode=0o710, gid=vmm_uid)
+        ensure_dir(self._layout.vmm(vm.uid), mode=0o700, uid=vmm_uid, gid=vmm_uid)
+        ensure_dir(self._layout.vm_state(vm.uid).parent, mode=0o711)
+        ensure_dir(self._layout.vm_state(vm.uid), mode=0o711)
+
+    async def spawn(self, request: SpawnRequest) -> WorkerRecord:
+        """Open the taps, start the process, give it the descriptors."""
+        vm, config = request.vm, request.config
+        launch = self._driver(vm).launch(config)
+        opened: dict[str, int] = {}
+        try:
+            for nic_id in launch.nic_fds:
+                _, fds = await self._nwd.call_fds(OPEN_NIC, OpenVmNic(nic_id=nic_id))
+                opened[nic_id] = fds[0]
+            await failpoint("agent.vmm.spawn.taps_open")
+            record = await self._provider.spawn(self._spawn_spec(request, launch, opened))
+        finally:
+            for fd in opened.values():
+                os.close(fd)
+        return record
+
+    def _spawn_spec(
+        self, request: SpawnRequest, launch: Launch, opened: Mapping[str, int]
+    ) -> SpawnSpec:
+        vm, config = request.vm, request.config
+        uid = self._layout.vmm_uid(vm.slot)
+        return SpawnSpec(
+            worker_id=config.worker_id,
+            argv=launch.argv,
+            uid=uid,
+            gid=uid,
+            groups=launch.groups,
+            environment=dict(launch.environment),
+            fds={launch.nic_fds[nic_id]: fd for nic_id, fd in opened.items()},
+            log_path=str(self._layout.vm_state(vm.uid) / VMM_LOG),
+            cgroup=f"{WORKER_KIND}-{self._layout.vm(vm.uid).name}",
+        )
+
+    # --- processes
+    async def find(self, worker_id: str) -> WorkerRecord | None:
+        """Return the live process with exactly this worker id."""
+        found = await anyio.to_thread.run_sync(scan, worker_id)
+        matching = [worker.record() for worker in found if worker.worker_id == worker_id]
+        return matching[0] if matching else None
+
+    async def find_all(self) -> list[WorkerRecord]:
+        """Return every live VMM of this instance."""
+        prefix = f"{self._layout.worker_prefix}{WORKER_KIND}:"
+        return [worker.record() for worker in await anyio.to_thread.run_sync(scan, prefix)]
+
+    async def verify(self, record: WorkerRecord) -> AdoptVerdict:
+        """Judge a record against the kernel."""
+        return await anyio.to_thread.run_sync(verify, record)
+
+    async def signal(self, record: WorkerRecord, number: signal.Signals) -> None:
+        """Signal exactly the recorded process."""
+        await self._provider.kill(record, number)
+
+    async def wait_gone(self, record: WorkerRecord) -> None:
+        """Return when the process is gone."""
+        await wait_process_gone(record)
+
+    async def cleanup(self, vm: VmHandle, record: WorkerRecord | None) -> None:
+        """Remove the sockets and the cgroup of a dead VMM."""
+        if vm.driver:
+            await self._driver(vm).close(self._layout.vmm(vm.uid))
+        if record is not None:
+            await self._provider.cleanup(record)
+        await anyio.to_thread.run_sync(_empty_directory, self._layout.vmm(vm.uid))
+
+    async def remove(self, vm: VmHandle) -> None:
+        """Remove the VM's directories."""
+        for path in (self._layout.vm(vm.uid), self._layout.vm_state(vm.uid)):
+            await anyio.to_thread.run_sync(_remove_tree, path)
+
+    # --- the monitor
+    async def observe(self, vm: VmHandle) -> VmmObservation:
+        """Ask the monitor."""
+        return await self._driver(vm).observe(self._layout.vmm(vm.uid))
+
+    async def boot(self, vm: VmHandle) -> None:
+        """Let a created VM run."""
+        await self._driver(vm).boot(self._layout.vmm(vm.uid))
+
+    async def pause(self, vm: VmHandle) -> None:
+        """Stop the vCPUs."""
+        await self._driver(vm).pause(self._layout.vmm(vm.uid))
+
+    async def resume(self, vm: VmHandle) -> None:
+        """Let them run on."""
+        await self._driver(vm).resume(self._layout.vmm(vm.uid))
+
+    async def reset(self, vm: VmHandle) -> None:
+        """Hard reset."""
+        await self._driver(vm).reset(self._layout.vmm(vm.uid))
+
+    async def power_button(self, vm: VmHandle) -> None:
+        """Press the button."""
+        await self._driver(vm).power_button(self._layout.vmm(vm.uid))
+
+    async def quit(self, vm: VmHandle) -> None:
+        """Ask the process to end."""
+        await self._driver(vm).quit(self._layout.vmm(vm.uid))
+
+    async def await_disks(self, vm: VmHandle, disk_ids: tuple[str, ...]) -> None:
+        """Wait for the vhost-user disks to be connected again."""
+        await self._driver(vm).await_disks(self._layout.vmm(vm.uid), disk_ids)
+
+    # --- the console
+    async def attach_console(self, vm: VmHandle) -> None:
+        """Let the holder record the serial line."""
+        serial = self._driver(vm).serial_socket(self._layout.vmm(vm.uid))
+        await self._console.attach(vm.uid, serial)
+
+    async def detach_console(self, vm: VmHandle) -> None:
+        """End the recording."""
+        await self._console.detach(vm.uid)
+
+    def console_attached(self, vm: VmHandle) -> bool:
+        """Tell from memory."""
+        return self._console.attached(vm.uid)
+
+    def _driver(self, vm: VmHandle) -> VmmDriver:
+        driver = self._drivers.get(vm.driver)
+        if driver is None:
+            raise InvalidArgument(
+                f"VM {vm.namespace}/{vm.name} was made with VMM {vm.driver!r}, which this node "
+                "does not have",
+                field="status.vmm.name",
+            )
+        return driver
+
+
+def _empty_directory(directory: Path) -> None:
+    """Remove what is in a directory of sockets; missing is fine."""
+    with suppress(FileNotFoundError):
+        for entry in directory.iterdir():
+            entry.unlink(missing_ok=True)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a directory that is ours alone; missing is fine. shutil does not follow links."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)

@@ -1,0 +1,106 @@
+"""`chv doctor`: does this machine have what a node needs, and if not, what to type.
+
+Each check is one function that looks and returns; none changes anything. Status: ok, info (worth
+knowing), warning (something will be missing or slow), error (a node cannot run).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+FREE_BYTES_MIN = 1 << 30
+MEMORY_BYTES_MIN = 1 << 30
+
+PROGRAMS: dict[str, tuple[str, str, str]] = {
+    "qemu-storage-daemon": ("error", "serves volumes", "qemu-utils qemu-system-common"),
+    "qemu-img": ("error", "makes volumes", "qemu-utils"),
+    "dnsmasq": ("error", "DHCP and DNS of networks", "dnsmasq-base"),
+    "ip": ("error", "sandbox of `chv up`", "iproute2"),
+    "ssh": ("error", "`chv ssh`", "openssh-client"),
+    "mke2fs": ("error", "builds the tiny guest", "e2fsprogs"),
+    "qemu-system-x86_64": ("error", "runs VMs", "qemu-system-x86"),
+    "cloud-hypervisor": ("info", "runs VMs in a later version", ""),
+}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One finding. `remedy` is what to type, empty where nothing is to be done."""
+
+    id: str
+    status: str
+    message: str
+    remedy: str = ""
+
+
+def run_checks() -> list[Check]:
+    """Look at everything; the order is the order to read in."""
+    checks: tuple[Callable[[], Check], ...] = (_root, _tun, _kvm, _nft, _netns, _memory, _space)
+    return [check() for check in checks] + [_program(name) for name in PROGRAMS]
+
+
+def _root() -> Check:
+    if os.geteuid() == 0:
+        return Check("root", "ok", "runs as root")
+    return Check("root", "error", f"runs as uid {os.geteuid()}", "sudo chv ...")
+
+
+def _tun() -> Check:
+    if Path("/dev/net/tun").exists():
+        return Check("tun", "ok", "/dev/net/tun is there")
+    return Check("tun", "error", "/dev/net/tun is missing: no NICs", "modprobe tun")
+
+
+def _kvm() -> Check:
+    if not Path("/dev/kvm").exists():
+        message = "/dev/kvm is missing: VMs run by emulation, several times slower"
+        return Check(
+            "kvm", "warning", message, "enable virtualisation in the firmware; modprobe kvm"
+        )
+    message = "/dev/kvm is there; whether it works is tried by booting a guest, see chv node status"
+    return Check("kvm", "info", message)
+
+
+def _nft() -> Check:
+    import ctypes.util
+
+    if ctypes.util.find_library("nftables"):
+        return Check("libnftables", "ok", "libnftables is there")
+    return Check("libnftables", "error", "libnftables is missing: no firewall",
+                 "apt-get install libnftables1")  # fmt: skip
+
+
+def _netns() -> Check:
+    if Path("/proc/self/ns/net").exists():
+        return Check("netns", "ok", "the kernel has network namespaces")
+    return Check("netns", "error", "no network namespaces", "a kernel with CONFIG_NET_NS")
+
+
+def _memory() -> Check:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            status = "ok" if available >= MEMORY_BYTES_MIN else "warning"
+            return Check("memory", status, f"{available >> 20} MiB of memory available")
+    return Check("memory", "warning", "the kernel does not tell how much memory is available")
+
+
+def _space() -> Check:
+    path = next(p for p in (Path("/var/lib/chv"), Path("/var/lib"), Path("/")) if p.exists())
+    free = shutil.disk_usage(path).free
+    if free >= FREE_BYTES_MIN:
+        return Check("space", "ok", f"{free >> 20} MiB free in {path}")
+    return Check("space", "warning", f"only {free >> 20} MiB free in {path}", "make room")
+
+
+def _program(name: str) -> Check:
+    severity, purpose, packages = PROGRAMS[name]
+    found = shutil.which(name)
+    if found:
+        return Check(name, "ok", f"{found} ({purpose})")
+    remedy = f"apt-get install {packages}" if packages else ""
+    return Check(name, severity, f"{name} is missing ({purpose})", remedy)

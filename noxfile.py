@@ -1,0 +1,98 @@
+"""Every check of the project, one session per concern.
+
+The sessions run in the environment that `./dev` has made: one set of packages, installed once.
+`nox` alone runs the six of CI; `bench` and `long` are asked for by name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import nox
+
+nox.options.sessions = ["lint", "types", "contracts", "tests", "sim", "integration"]
+nox.options.default_venv_backend = "none"
+nox.options.stop_on_first_error = False
+
+CODE = ("chv", "tests", "benchmarks", "noxfile.py")
+# What CI takes of each count; the full ones are `long`.
+SIM_SCHEDULES_CI = "500"
+SIM_SCHEDULES_LONG = "20000"
+
+
+def _python(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
+    session.run(sys.executable, *arguments, env=env or {}, external=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and the rules of structured concurrency."""
+    _python(session, "-m", "ruff", "check", *CODE)
+    _python(session, "-m", "ruff", "format", "--check", *CODE)
+    _python(session, "-m", "flake8", "chv", "tests", "benchmarks")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict."""
+    _python(session, "-m", "mypy")
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Who may import whom."""
+    session.run("lint-imports", external=True)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit and property tests."""
+    _python(session, "-m", "pytest", "tests/unit", "tests/property", *session.posargs)
+
+
+@nox.session
+def sim(session: nox.Session) -> None:
+    """The real reconciler against a simulated world: seeded kills and faults on virtual time."""
+    schedules = os.environ.get("CHV_SIM_SCHEDULES", SIM_SCHEDULES_CI)
+    _python(
+        session, "-m", "pytest", "tests/sim", *session.posargs,
+        env={"CHV_SIM_SCHEDULES": schedules},
+    )  # fmt: skip
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Real daemons, namespaces, storage daemons and VMs; real kills."""
+    _python(session, "-m", "pytest", "tests/integration", "tests/crash", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks: `nox -s bench -- --json FILE [--only AREA]`."""
+    session.install("-q", "-c", "constraints.txt", "grpcio", "protobuf")
+    _python(session, "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(name="long")
+def long_(session: nox.Session) -> None:
+    """Full counts of one area: `nox -s long -- AREA` (agent storage network vmm rpc)."""
+    areas = session.posargs or ["agent"]
+    for area in areas:
+        _python(
+            session, "-m", "pytest", "-m", "not never", *_long_paths(area),
+            env={"CHV_LONG": "1", "CHV_SIM_SCHEDULES": SIM_SCHEDULES_LONG},
+        )  # fmt: skip
+
+
+def _long_paths(area: str) -> list[str]:
+    paths = {
+        "agent": ["tests/sim", "tests/crash", "tests/integration"],
+        "storage": ["tests/unit/stord", "tests/integration/test_stord_*.py"],
+        "network": ["tests/unit/nwd", "tests/integration/test_nwd_*.py"],
+        "vmm": ["tests/unit/vmm", "tests/integration/test_vmm_contract.py"],
+        "rpc": ["tests/unit/common/rpc", "tests/integration/test_rpc_hostile.py"],
+    }
+    if area not in paths:
+        raise ValueError(f"no area {area!r}: {', '.join(paths)}")
+    return paths[area]
