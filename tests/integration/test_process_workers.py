@@ -20,6 +20,7 @@ import pytest
 
 from chv.common.errors import (
     ChvError,
+    DeadlineExceeded,
     FailedPrecondition,
     InUse,
     InvalidArgument,
@@ -30,6 +31,7 @@ from chv.common.process import (
     AdoptVerdict,
     Provider,
     WorkerRecord,
+    launch,
     scan,
     send,
     terminate,
@@ -221,6 +223,21 @@ async def test_a_start_that_fails_is_typed_and_leaves_nothing(
     assert await provider.sweep() == []
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.002, 0.003, 0.004, 0.006])
+async def test_a_start_that_takes_too_long_is_undone(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, after_s: float
+) -> None:
+    monkeypatch.setattr(launch, "EXEC_WAIT_S_MAX", after_s)
+    spec = sleeper(provider.layout)
+    try:
+        record = await provider.spawn(spec)
+    except DeadlineExceeded:
+        await wait_until(lambda: not provider.find(spec.worker_id))
+        await wait_until(lambda: children_of(os.getpid()) == [])
+    else:  # it was faster than that
+        assert verify(record) is AdoptVerdict.ALIVE
+
+
 async def test_a_file_that_is_no_program_is_refused(provider: Provider, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"\x01\x02\x03junk")
     (tmp_path / "junk").chmod(0o755)
@@ -308,7 +325,7 @@ import os, signal, sys
 import anyio
 from pathlib import Path
 from chv.common.layout import Layout
-from chv.common.process import choose_provider, PlainProvider
+from chv.common.process import PlainProvider, choose_provider
 from tests.integration.process_helpers import sleeper
 import chv.common.process.launch as launch
 
@@ -318,16 +335,17 @@ async def main(moment):
         async def die(fd):
             os.kill(os.getpid(), signal.SIGKILL)
         launch._read_report = die
-    await choose_provider(layout).spawn(sleeper(layout))
+    choose = PlainProvider if sys.argv[3] == "plain" else choose_provider
+    await choose(layout).spawn(sleeper(layout))
     os.kill(os.getpid(), signal.SIGKILL)
 
 anyio.run(main, sys.argv[1])
 """
 
 
-async def run_spawner(moment: str, instance: str) -> int:
+async def run_spawner(moment: str, provider: Provider) -> int:
     """Spawn a worker from a process that is killed before it could record anything."""
-    argv = [sys.executable, "-c", SPAWNER, moment, instance]
+    argv = [sys.executable, "-c", SPAWNER, moment, provider.layout.instance, provider.name]
     process = await anyio.to_thread.run_sync(lambda: subprocess.run(argv, check=False))
     return process.returncode
 
@@ -335,8 +353,7 @@ async def run_spawner(moment: str, instance: str) -> int:
 async def test_a_worker_survives_its_killed_spawner_and_is_found_by_its_id(
     provider: Provider,
 ) -> None:
-    instance = provider.layout.instance
-    assert await run_spawner("recorded", instance) == -signal.SIGKILL
+    assert await run_spawner("recorded", provider) == -signal.SIGKILL
     (found,) = provider.find(provider.layout.worker_prefix)
     assert verify(found.record()) is AdoptVerdict.ALIVE
     assert int(status_of(found.record())["PPid"]) != os.getpid()
@@ -347,7 +364,7 @@ async def test_a_spawner_killed_before_exec_leaves_a_findable_worker_or_none(
     attempt: int,
 ) -> None:
     async with open_provider("cgroup") as provider:
-        assert await run_spawner("waiting", provider.layout.instance) == -signal.SIGKILL
+        assert await run_spawner("waiting", provider) == -signal.SIGKILL
         # Only processes of ours carry the instance; one that had not got to its exec dies.
         await wait_until(lambda: no_shepherd(provider.layout.instance))
         assert len(provider.find(provider.layout.worker_prefix)) <= 1
@@ -377,6 +394,7 @@ async def test_a_hundred_workers_leave_no_descriptor_thread_or_process(
         began = time.perf_counter()
         record = await provider.spawn(sleeper(provider.layout, uid=USER, gid=USER))
         took_s.append(time.perf_counter() - began)
+        assert verify(record) is AdoptVerdict.ALIVE
         await provider.kill(record, signal.SIGKILL)
         await wait_gone(record)
         await provider.cleanup(record)

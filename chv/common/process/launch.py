@@ -141,11 +141,11 @@ async def _start(
         # A start is whole or undone: milliseconds, so cancellation waits.
         with anyio.CancelScope(shield=True):
             report = await _read_report(reader)
-    if not report.complete:
-        _abandon(pid, report)
-        raise DeadlineExceeded(
-            f"{program.argv[0]!r} was not executed within {EXEC_WAIT_S_MAX:.0f} s; killed"
-        )
+        if not report.complete:
+            _abandon(pid, report, reader)
+            raise DeadlineExceeded(
+                f"{program.argv[0]!r} was not executed within {EXEC_WAIT_S_MAX:.0f} s; killed"
+            )
     # The shepherd of a detached start has done its work; a failed child is dead.
     shepherd = child is _detach
     status = _reap(pid) if shepherd or report.started is None else 0
@@ -185,12 +185,14 @@ def _failure(program: Program, report: _Report) -> ChvError:
     return start_error(program, stage, int(number))
 
 
-def _abandon(pid: int, report: _Report) -> None:
+def _abandon(pid: int, report: _Report, reader: int) -> None:
     """Kill our child, and the worker too when that is another process."""
-    worker = report.first
-    if worker is not None and worker.pid != pid:
-        _kill_exactly(worker)
     kill_and_reap(pid)
+    with contextlib.suppress(BlockingIOError):
+        rest = os.read(reader, REPORT_BYTES_MAX)
+        report = _Report(report.text + rest.decode(), complete=False)
+    if report.first is not None and report.first.pid != pid:
+        _kill_exactly(report.first)
 
 
 def kill_and_reap(pid: int) -> None:
@@ -266,11 +268,17 @@ def _fork(child: Callable[[], NoReturn]) -> int:
 
 def _attach(launch: Launch, report_fd: int, parent_pid: int) -> NoReturn:
     with contextlib.suppress(BaseException):
-        pid = os.getpid()
-        own = procfs.stat(pid)
-        os.write(report_fd, f"{pid} {own.start_time if own else 0}\n".encode())
+        _announce(report_fd)
         become(launch, report_fd, parent_pid)
     os._exit(EXIT_NOT_STARTED)
+
+
+def _announce(report_fd: int) -> None:
+    """Tell who we are, before anything else: whatever runs its exec has been told of."""
+    pid = os.getpid()
+    own = procfs.stat(pid)
+    assert own is not None
+    os.write(report_fd, f"{pid} {own.start_time}\n".encode())
 
 
 def _detach(launch: Launch, report_fd: int, parent_pid: int) -> NoReturn:
@@ -294,10 +302,9 @@ def _shepherd(launch: Launch, report_fd: int) -> None:
     pid = os.fork()
     if pid == 0:
         os.close(reader)
+        _announce(report_fd)
         become(launch, writer, own_pid)
     os.close(writer)
-    worker = procfs.stat(pid)
-    os.write(report_fd, f"{pid} {worker.start_time if worker else 0}\n".encode())
     failure = os.read(reader, REPORT_BYTES_MAX)
     if failure:
         os.waitpid(pid, 0)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 
 _ID = re.compile(r"(?<![A-Za-z0-9:_-])chv(?::[A-Za-z0-9_-]+){4}(?![A-Za-z0-9:_-])")
 _DELETED = " (deleted)"
 _READ_BYTES = 65536
+_EXEC_POLLS_MAX = 10
+_EXEC_POLL_S = 0.0005
 CMDLINE_BYTES_MAX = 4 * 1024 * 1024
 
 
@@ -61,6 +64,20 @@ def cmdline(pid: int) -> tuple[str, ...]:
     if not data:
         return ()
     return tuple(part.decode(errors="surrogateescape") for part in data.split(b"\0"))
+
+
+def argv(pid: int) -> tuple[str, ...]:
+    """Return argv, also of a process in the middle of its exec.
+
+    The kernel closes descriptors, which tells the parent, some microseconds before it sets argv.
+    A program and no argv is that moment; kernel threads and the dying have neither.
+    """
+    for _ in range(_EXEC_POLLS_MAX):
+        seen = cmdline(pid)
+        if seen or executable(pid) is None:
+            return seen
+        time.sleep(_EXEC_POLL_S)
+    return ()
 
 
 def executable(pid: int) -> str | None:

@@ -106,7 +106,7 @@ def _examine_process(record: WorkerRecord) -> Adoption:
 
 def _examine_program(record: WorkerRecord) -> Adoption:
     executable = procfs.executable(record.pid)
-    identifiers = procfs.worker_ids(procfs.cmdline(record.pid))
+    identifiers = procfs.worker_ids(procfs.argv(record.pid))
     if executable is None:
         return Adoption(AdoptVerdict.UNKNOWN, f"process {record.pid} is exiting or hidden")
     if executable != record.executable:
@@ -131,7 +131,7 @@ def scan(prefix: str) -> list[FoundWorker]:
         return [
             worker
             for pid in procfs.pids()
-            for worker_id in dict.fromkeys(procfs.worker_ids(procfs.cmdline(pid)))
+            for worker_id in dict.fromkeys(procfs.worker_ids(procfs.argv(pid)))
             if worker_id.startswith(prefix)
             for worker in _describe(pid, worker_id, boot_id)
         ]

@@ -58,6 +58,19 @@ def test_what_is_only_part_of_a_longer_word_is_no_id(text: str) -> None:
     assert not procfs.is_worker_id(text)
 
 
+def test_argv_is_awaited_in_the_middle_of_an_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([(), (), ("prog", WORKER_ID)])
+    monkeypatch.setattr(procfs, "cmdline", lambda _: next(seen))
+    assert procfs.argv(os.getpid()) == ("prog", WORKER_ID)
+
+
+def test_a_kernel_thread_has_no_argv_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "_EXEC_POLL_S", 3600.0)
+    monkeypatch.setattr(procfs, "executable", lambda _: None)
+    monkeypatch.setattr(procfs, "cmdline", lambda _: ())
+    assert procfs.argv(2) == ()
+
+
 def test_a_record_survives_json() -> None:
     record = WorkerRecord(worker_id=WORKER_ID, pid=1, start_time=2, boot_id="b", executable="/e")
     assert msgspec.json.decode(msgspec.json.encode(record), type=WorkerRecord) == record
