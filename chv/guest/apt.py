@@ -8,7 +8,6 @@ gave. apt's own refusal becomes Unavailable or FailedPrecondition with what to d
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pwd
 import re
@@ -22,9 +21,11 @@ import anyio.to_thread
 import msgspec
 
 from chv.common.errors import DataLoss, FailedPrecondition, Unavailable
+from chv.common.files import atomic_write, sha256_file
 from chv.common.process import run
 
 ROOTS = ("linux-image-cloud-amd64", "busybox-static", "dropbear-bin", "openssh-sftp-server")
+DOWNLOAD_PREFIX = ".download-"
 RESOLUTION = "resolution.json"
 QUERY_TIMEOUT_S = 60.0
 DOWNLOAD_TIMEOUT_S = 600.0
@@ -115,6 +116,9 @@ def _is_content(name: str, fields: dict[str, str]) -> bool:
 
 async def packages(cache: Path, progress: Progress) -> dict[str, Path]:
     """Return every package's file by name; resolve and download what the cache lacks."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for debris in cache.glob(f"{DOWNLOAD_PREFIX}*"):
+        shutil.rmtree(debris, ignore_errors=True)
     known = await anyio.to_thread.run_sync(_from_cache, cache)
     if known is None:
         progress("asking apt which packages the guest needs")
@@ -126,7 +130,7 @@ async def packages(cache: Path, progress: Progress) -> dict[str, Path]:
         ]
         if missing:
             await _download(missing, cache, progress)
-        _write(cache / RESOLUTION, msgspec.json.encode(resolution))
+        atomic_write(cache / RESOLUTION, msgspec.json.encode(resolution), mode=0o644)
         known = resolution
     return {package.name: cache / package.file_name for package in known.packages}
 
@@ -178,8 +182,7 @@ def _proxies() -> dict[str, str]:
 @contextmanager
 def _download_dir(cache: Path) -> Iterator[Path]:
     """A directory that apt's sandbox user can write to, when we are root."""
-    cache.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix=".download-", dir=cache))
+    directory = Path(tempfile.mkdtemp(prefix=DOWNLOAD_PREFIX, dir=cache))
     try:
         if os.geteuid() == 0:
             try:
@@ -206,16 +209,9 @@ def _from_cache(cache: Path) -> Resolution | None:
 
 def _intact(directory: Path, package: Package) -> bool:
     try:
-        with (directory / package.file_name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == package.sha256
+        return sha256_file(directory / package.file_name) == package.sha256
     except FileNotFoundError:
         return False
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def _last_line(stderr: bytes) -> str:

@@ -26,6 +26,7 @@ import pycdlib.headervd
 import pycdlib.pycdlib
 
 from chv.common.errors import InvalidArgument
+from chv.common.names import check_hostname, check_mac, shown
 from chv.common.secret import Secret
 from chv.guest.host_keys import PUBLIC_KEY, HostKey
 from chv.guest.user_data import merge_user_data
@@ -34,10 +35,7 @@ LABEL = "cidata"
 TAR_NAME = "chv-seed.tar"
 EPOCH = 1_700_000_000
 SEED_BYTES_MAX = 4 << 20
-HOSTNAME = re.compile(r"^(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-                      r"(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*$")  # fmt: skip
 INSTANCE_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
-MAC = re.compile(r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}$")
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 AUTHORIZED_KEY = re.compile(
     r"^(ssh-(ed25519|rsa)|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)"
@@ -104,7 +102,7 @@ def build_seed(spec: SeedSpec) -> bytes:
 
 def check(spec: SeedSpec) -> None:
     """Raise InvalidArgument for the first value that must not reach a guest."""
-    _match(HOSTNAME, spec.hostname, "hostname", "lower-case letters, digits and - in labels")
+    check_hostname(spec.hostname)
     _match(INSTANCE_ID, spec.instance_id, "instance_id", "letters, digits and . _ -")
     _match(PUBLIC_KEY, spec.host_key.public, "host_key.public", "an ed25519 public key")
     for index, key in enumerate(spec.authorized_keys):
@@ -120,11 +118,11 @@ def check(spec: SeedSpec) -> None:
 def _match(pattern: re.Pattern[str], value: str, where: str, hint: str) -> None:
     # fullmatch: `$` alone would let a final newline through.
     if not pattern.fullmatch(value):
-        raise InvalidArgument(f"{value[:80]!r} is not allowed", field=where, hint=hint)
+        raise InvalidArgument(f"{shown(value)} is not allowed", field=where, hint=hint)
 
 
 def _check_nic(nic: SeedNic, where: str) -> None:
-    _match(MAC, nic.mac, f"{where}.mac", "six lower-case hexadecimal pairs with :")
+    check_mac(nic.mac, field=f"{where}.mac")
     try:
         if nic.address:
             ipaddress.ip_interface(nic.address)
@@ -133,7 +131,7 @@ def _check_nic(nic: SeedNic, where: str) -> None:
     except ValueError as error:
         raise InvalidArgument(str(error), field=where) from error
     if nic.search:
-        _match(HOSTNAME, nic.search, f"{where}.search", "one domain name")
+        check_hostname(nic.search, field=f"{where}.search")
 
 
 def _reveal(value: Secret | str) -> str:

@@ -27,6 +27,13 @@ import anyio.to_thread
 import msgspec
 
 from chv.common.errors import ChvError, FailedPrecondition
+from chv.common.files import (
+    atomic_write,
+    fsync,
+    remove_temporaries,
+    sha256_file,
+    sync_directory,
+)
 from chv.guest import apt
 from chv.guest.apt import Progress
 from chv.guest.data_disk import make_data_disk
@@ -132,44 +139,30 @@ def _assemble(debs: dict[str, Path], work: Path) -> None:
 def _publish(debs: dict[str, Path], work: Path, out: Path) -> TinyManifest:
     """Move the artifacts to their names; while they change, no manifest vouches for them."""
     artifacts = {name: _artifact(work / name) for name in FORMATS}
-    built_from = {path.name: _sha256(path) for path in sorted(debs.values())}
+    built_from = {path.name: sha256_file(path) for path in sorted(debs.values())}
     manifest = TinyManifest(recipe=recipe(), artifacts=artifacts, built_from=built_from)
     (out / MANIFEST).unlink(missing_ok=True)
-    _sync(out)
+    sync_directory(out)
     for name in FORMATS:
-        _sync(work / name)
+        with (work / name).open("rb") as file:
+            fsync(file.fileno(), work / name)
         (work / name).chmod(0o444)
         (work / name).replace(out / name)
-    draft = work / MANIFEST
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-    _sync(draft)
-    _sync(out)
-    draft.replace(out / MANIFEST)
-    _sync(out)
+    sync_directory(out)
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+    atomic_write(out / MANIFEST, text, mode=0o644)
     return manifest
 
 
 def _artifact(path: Path) -> BuiltArtifact:
-    return BuiltArtifact(sha256=_sha256(path), size_bytes=path.stat().st_size)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return BuiltArtifact(sha256=sha256_file(path), size_bytes=path.stat().st_size)
 
 
 def _sweep(out: Path) -> None:
     """Remove what a killed build left."""
     for debris in out.glob(f"{WORK_PREFIX}*"):
         shutil.rmtree(debris, ignore_errors=True)
+    remove_temporaries(out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio.from_thread
 
 from chv.common.errors import InvalidArgument
+from chv.common.files import fsync
 
 BLOCK_BYTES = 1 << 20
 PROGRESS_BYTES = 256 << 20
@@ -61,7 +62,7 @@ def copy_hashed(source: int, target: Path, progress: Progress) -> tuple[str, int
             if copied_bytes % PROGRESS_BYTES == 0:
                 progress(f"copied {copied_bytes >> 20} of {total_bytes >> 20} MiB")
         os.ftruncate(out, copied_bytes)
-        os.fsync(out)
+        fsync(out, target)
     finally:
         os.close(out)
     return digest.hexdigest(), copied_bytes
@@ -81,10 +82,10 @@ def read_header(path: Path, size_bytes: int) -> bytes:
         return file.read(size_bytes)
 
 
-def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, durable."""
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        fsync(descriptor, path)
     finally:
         os.close(descriptor)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -19,12 +18,13 @@ import anyio.to_thread
 import msgspec
 
 from chv.common.errors import ChvError, InUse, InvalidArgument, ResourceExhausted
+from chv.common.files import free_bytes, sync_directory
 from chv.common.ids import Ids
-from chv.images.copying import Progress, copy_hashed, open_source, read_header, sync
+from chv.common.names import check_sha256
+from chv.images.copying import Progress, copy_hashed, open_source, read_header, sync_file
 from chv.images.formats import HEADER_BYTES, check_format
 
 TEMPORARY_PREFIX = ".import-"
-SHA256 = re.compile(r"[0-9a-f]{64}")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Where a hard link cannot be: another file system, one without links, too many of them.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
@@ -58,7 +58,7 @@ class ImageStore:
 
     def path(self, sha256: str) -> Path:
         """Return where the artifact is or would be."""
-        return self._directory / check_sha256(sha256, "sha256")
+        return self._directory / check_sha256(sha256)
 
     def get(self, sha256: str) -> StoredFile | None:
         """Return the stored file, or None."""
@@ -75,7 +75,7 @@ class ImageStore:
         return [
             StoredFile(sha256=entry.name, size_bytes=entry.stat().st_size)
             for entry in sorted(self._directory.iterdir())
-            if SHA256.fullmatch(entry.name)
+            if not entry.name.startswith(TEMPORARY_PREFIX)
         ]
 
     def recover(self) -> int:
@@ -97,7 +97,7 @@ class ImageStore:
             path.unlink()
         except FileNotFoundError:
             return False
-        sync(self._directory)
+        sync_directory(self._directory)
         return True
 
     async def import_file(
@@ -110,7 +110,7 @@ class ImageStore:
     ) -> Artifact:
         """Copy a local file in. What is hashed is what is stored, whatever the source does."""
         if expected_sha256 is not None:
-            check_sha256(expected_sha256, "source.sha256")
+            check_sha256(expected_sha256, field="source.sha256")
         return await anyio.to_thread.run_sync(
             self._import, path, declared, expected_sha256, progress
         )
@@ -120,7 +120,7 @@ class ImageStore:
 
         The file must never be written to again. Its content is verified all the same.
         """
-        check_sha256(expected_sha256, "sha256")
+        check_sha256(expected_sha256)
         return await anyio.to_thread.run_sync(self._link, path, declared, expected_sha256)
 
     def _prepare(self) -> None:
@@ -181,32 +181,28 @@ class ImageStore:
         # Again, from what was stored: a source can change after its header was read.
         check_format(artifact.format, read_header(temporary, HEADER_BYTES))
         temporary.chmod(0o444)
-        sync(temporary)
+        sync_file(temporary)
         temporary.replace(self.path(artifact.sha256))
-        sync(self._directory)
+        sync_directory(self._directory)
         return artifact
 
     def _temporary(self) -> Path:
         return self._directory / f"{TEMPORARY_PREFIX}{os.getpid()}-{self._ids.nonce()}"
 
     def _check_space(self, source: int) -> None:
-        needed_bytes, free_bytes = _occupied_bytes(source), self._free_bytes()
-        if needed_bytes > free_bytes:
-            raise self._exhausted(needed_bytes, free_bytes)
+        needed_bytes, available_bytes = _occupied_bytes(source), free_bytes(self._directory)
+        if needed_bytes > available_bytes:
+            raise self._exhausted(needed_bytes, available_bytes)
 
-    def _free_bytes(self) -> int:
-        usage = os.statvfs(self._directory)
-        return usage.f_bavail * usage.f_frsize
-
-    def _exhausted(self, needed_bytes: int, free_bytes: int) -> ResourceExhausted:
+    def _exhausted(self, needed_bytes: int, available_bytes: int) -> ResourceExhausted:
         return ResourceExhausted(
-            f"the image needs {needed_bytes} bytes, {self._directory} has {free_bytes} free",
+            f"the image needs {needed_bytes} bytes, {self._directory} has {available_bytes} free",
             hint="remove unused images with `chv image rm`, or make room",
         )
 
     def _storage_error(self, error: OSError, path: Path, source: int) -> ChvError:
         if error.errno in NO_SPACE:
-            return self._exhausted(_occupied_bytes(source), self._free_bytes())
+            return self._exhausted(_occupied_bytes(source), free_bytes(self._directory))
         return InvalidArgument(f"{path}: {error.strerror}", field="source.path")
 
 
@@ -214,12 +210,3 @@ def _occupied_bytes(source: int) -> int:
     """Return what a copy takes: holes are kept."""
     status = os.fstat(source)
     return min(status.st_size, status.st_blocks * 512)
-
-
-def check_sha256(text: str, where: str) -> str:
-    """Return `text` if it is a sha256 in lower-case hexadecimal."""
-    if not SHA256.fullmatch(text):
-        raise InvalidArgument(
-            f"{text[:80]!r} is not a sha256", field=where, hint="64 lower-case hexadecimal digits"
-        )
-    return text
