@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
 import anyio.abc
@@ -21,7 +21,7 @@ from chv.common.rpc import CallContext, Method, Server, WithFds
 
 
 class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    n: int = 0
+    n: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     text: str = ""
 
 
