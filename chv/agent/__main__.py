@@ -28,7 +28,7 @@ from chv.agent.guest_access import GuestProbe
 from chv.agent.images import Images
 from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.ports import Gate, Limits, World
-from chv.agent.probes import Probes
+from chv.agent.probes import Probes, make_drivers
 from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
 from chv.agent.store_sqlite import open_store
@@ -46,7 +46,6 @@ from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
-from chv.vmm.select import make_drivers
 
 log = logs.get("chv.agent")
 RETRY_S = 0.2
@@ -90,9 +89,9 @@ class Agent:
         self.console = ConsoleKeeper(layout, self.provider, self.ids)
         self.images = Images(layout.images, Path(config.images.cache_dir))
         self.seeds = Seeds(layout)
-        drivers = make_drivers(config.vmm)
+        settings, drivers = make_drivers(config.vmm, os.environ)
         self.probes = Probes(
-            config.vmm,
+            settings,
             drivers,
             Path(config.images.cache_dir),
             lambda: self.images.ensure_builtin("tiny"),
@@ -163,9 +162,7 @@ class Agent:
         """Look once."""
         found = await anyio.to_thread.run_sync(host_checks.failures, self.config, self.layout)
         reason = "ChecksFailed" if found else "ChecksPassed"
-        self.node.observe(
-            Predicate.HOST, holds=not found, reason=reason, message="; ".join(found)
-        )
+        self.node.observe(Predicate.HOST, holds=not found, reason=reason, message="; ".join(found))
 
     async def adopt(self) -> None:
         """Judge what runs before anything is done."""
@@ -214,6 +211,7 @@ async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> No
     assert agent.engine is not None
     agent.node.bootstrap()
     await agent.check_host()
+    await agent.images.recover()
     await anyio.to_thread.run_sync(agent.seeds.operator_key)
     await agent.engine.load()
     agent.node.observe(Predicate.STORE, holds=True, reason="Read")

@@ -24,11 +24,25 @@ from chv.common.wire.agent import VmmProbe
 from chv.common.wire.resources import VmmChoice
 from chv.guest.tiny import KERNEL_CMDLINE
 from chv.vmm.driver import DriverProbe, ProbeGuest, VmmDriver
-from chv.vmm.select import choose
+from chv.vmm.fake_driver import FakeDriver
+from chv.vmm.qemu.driver import QemuDriver
+from chv.vmm.select import FAKE, choose, configured
 
 log = logs.get(__name__)
 CACHE_FILE = "vmm-probes.json"
 KVM = Path("/dev/kvm")
+
+
+def make_drivers(
+    settings: VmmSettings, environment: Mapping[str, str]
+) -> tuple[VmmSettings, dict[str, VmmDriver]]:
+    """Return the drivers of this node, and the settings with CHV_VMM taken into account."""
+    wanted = configured(settings.driver, environment)
+    settings = msgspec.convert(msgspec.to_builtins(settings) | {"driver": wanted}, VmmSettings)
+    if wanted == FAKE:
+        return settings, {FAKE: FakeDriver.from_environment(environment)}
+    binary = settings.qemu_binary or "qemu-system-x86_64"
+    return settings, {"qemu": QemuDriver(binary, kvm=settings.kvm)}
 
 
 class CachedProbes(msgspec.Struct, frozen=True):
@@ -98,6 +112,8 @@ class Probes:
             cached = await self._try_boot(artifacts)
             content = msgspec.json.encode(CachedProbes(key, cached))
             await anyio.to_thread.run_sync(lambda: atomic_write(self._cache, content, mode=0o644))
+        for probe in cached:
+            self.drivers[probe.driver].recall(probe)
         return cached
 
     def _wants_try_boot(self, quick: list[DriverProbe]) -> bool:

@@ -71,8 +71,8 @@ class Service:
         engine = self._engine
         server.add(CENSUS, self.census)
         server.add(api.APPLY, engine.apply)
-        server.add(api.GET, self.get)
-        server.add(api.LIST, self.list)
+        server.add(api.GET, self.get_object)
+        server.add(api.LIST, self.list_objects)
         server.add(api.DELETE, engine.delete)
         server.add(api.ACT_ON_VM, engine.act)
         server.add(api.GET_OPERATION, engine.get_operation)
@@ -86,11 +86,11 @@ class Service:
         server.add(api.READ_LOGS, self.read_logs)
         server.add(api.IMPORT_IMAGE, self.import_image)
 
-    async def get(self, request: api.ObjectRef) -> api.ObjectReply:
+    async def get_object(self, request: api.ObjectRef) -> api.ObjectReply:
         """One object, from memory."""
         return self._engine.get(request)
 
-    async def list(self, request: api.ListObjects) -> api.ListReply:
+    async def list_objects(self, request: api.ListObjects) -> api.ListReply:
         """All objects of a kind, from memory."""
         return self._engine.list(request)
 
