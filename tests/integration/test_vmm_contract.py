@@ -6,9 +6,12 @@ single letters on the serial port, so that it is up in a fraction of a second.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
+import socket
+import struct
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -53,6 +56,8 @@ BOOT_SECTOR = (
     + READY
     + b"\r\n\0"
 ).ljust(510, b"\0") + b"\x55\xaa"
+TUNSETIFF, TUNGETIFF = 0x400454CA, 0x800454D2
+IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 LETTERS = {"ignore_button": b"i", "panic": b"p", "reboot": b"r", "power_off": b"o"}
 
 
@@ -145,7 +150,10 @@ class ProcessRig:
         )
         self.record = await self.provider.spawn(spec)
         self.stack.push_async_callback(terminate, self.record, grace_s=0)
-        await wait_until(self._answers, what=f"VMM: {(self.base / 'vmm.log').read_text()}")
+        try:
+            await wait_until(self._answers)
+        except AssertionError:
+            pytest.fail(f"no VMM: {(self.base / 'vmm.log').read_text()}")
         self.serial = await anyio.connect_unix(self.driver.serial_socket(self.runtime_dir))
         self.stack.push_async_callback(self.serial.aclose)
 
@@ -277,6 +285,7 @@ async def open_rig(kind: str) -> AsyncIterator[Rig]:
     if kind == "qemu" and shutil.which("qemu-system-x86_64") is None:
         pytest.skip("qemu-system-x86_64 is not installed")
     driver: VmmDriver = QemuDriver() if kind == "qemu" else FakeDriver()
+    assert (await driver.probe(None)).usable
     with open_directory() as base:
         async with AsyncExitStack() as stack:
             rig = ProcessRig(driver, base, stack)
@@ -571,3 +580,34 @@ async def test_a_vmm_process_has_its_own_uid_and_no_capabilities(kind: str) -> N
         if kind == "qemu":
             assert status["Seccomp"] == "2"
         assert msgspec.to_builtins(made.provider.adopt(made.record).verdict) == "alive"
+
+
+@contextmanager
+def open_tap() -> Iterator[int]:
+    """A tap that vanishes with its descriptor."""
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
+        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH14x", b"chvtst%d", flags))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["fake_process", "qemu"])
+async def test_a_nic_is_an_inherited_descriptor_that_the_vmm_holds(kind: str) -> None:
+    if not os.access("/dev/net/tun", os.W_OK):
+        pytest.skip("no /dev/net/tun")
+    async with open_rig(kind) as made:
+        assert isinstance(made, ProcessRig)
+        with open_tap() as tap:
+            made.nics = {"net0": tap}
+            await made.launch()
+            name = fcntl.ioctl(tap, TUNGETIFF, bytes(32))[:16].rstrip(b"\0").decode()
+        assert made.record is not None
+        held = Path(f"/proc/{made.record.pid}/fdinfo/10").read_text()
+        assert f"iff:\t{name}" in held
+        made.send(signal.SIGKILL)
+        await made.gone()
+        await wait_until(lambda: name not in [link for _, link in socket.if_nameindex()])

@@ -51,7 +51,9 @@ class MonitorLost(OutcomeUnknown):
 class _Client(QMPClient):
     """The library logs what it also raises; here it only raises."""
 
-    logger = logging.Logger("chv.vmm.qemu.silent", level=logging.CRITICAL + 1)
+    def __init__(self) -> None:
+        super().__init__(readbuflen=REPLY_BYTES_MAX)
+        self.logger = logging.Logger("chv.vmm.qemu.silent", level=logging.CRITICAL + 1)
 
 
 class Monitor:
@@ -139,7 +141,7 @@ class Monitor:
         return client
 
     def _listening(self) -> _Client:
-        client = _Client(readbuflen=REPLY_BYTES_MAX)
+        client = _Client()
         client.events.event_filter = self._note
         return client
 

@@ -1,0 +1,177 @@
+"""The QEMU command line: one golden case as a whole, then each rule."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from chv.common.errors import InvalidArgument, Unsupported
+from chv.common.process import procfs
+from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig
+from chv.vmm.spec import DEVICES_MAX, qemu_launch
+
+UUID = "3f2504e0-4f89-41d3-9a0c-0305e82c3301"
+WORKER_ID = "chv:abc123:vmm:3f2504e04f:0000beef"
+BASE = VmmConfig(
+    vm_id=UUID,
+    uuid=UUID,
+    name="hello",
+    worker_id=WORKER_ID,
+    cpus=2,
+    memory_bytes=256 << 20,
+    accelerator="tcg",
+    runtime_dir="/run/chv/abc123/vm/3f2504e04f/vmm",
+)
+ROOT = DiskConfig(id="root", kind="vhost-user-blk", path="/run/root.sock", boot_index=1)
+SEED = DiskConfig(id="seed", kind="file", path="/var/seed,1.iso", read_only=True)
+NIC = NicConfig(id="net0", mac="52:54:00:00:00:01", mtu=1400)
+
+GOLDEN = """
+/usr/bin/qemu-system-x86_64
+-name guest=chv:abc123:vmm:3f2504e04f:0000beef,process=chv-hello,debug-threads=on
+-uuid 3f2504e0-4f89-41d3-9a0c-0305e82c3301
+-nodefaults -no-user-config -no-shutdown -S
+-display none
+-action panic=pause
+-msg timestamp=on
+-rtc base=utc
+-global ICH9-LPC.disable_s3=1
+-global ICH9-LPC.disable_s4=1
+-machine q35,memory-backend=mem,vmport=off,dump-guest-core=off
+-accel tcg,tb-size=64
+-cpu max,la57=off
+-smp cpus=2,sockets=1,cores=2,threads=1
+-m size=256M
+-object memory-backend-memfd,id=mem,size=256M,share=on
+-kernel /img/kernel
+-initrd /img/initramfs
+-append console=ttyS0|a=b,c
+-chardev socket,id=monitor,path=/run/chv/abc123/vm/3f2504e04f/vmm/qmp.sock,server=on,wait=off
+-mon chardev=monitor,mode=control
+-chardev socket,id=serial0,path=/run/chv/abc123/vm/3f2504e04f/vmm/serial.sock,server=on,wait=off
+-serial chardev:serial0
+-object rng-builtin,id=rng
+-device virtio-rng-pci,rng=rng
+-device pvpanic
+-chardev socket,id=vhost-root,path=/run/root.sock,reconnect=1
+-device vhost-user-blk-pci,id=disk-root,chardev=vhost-root,num-queues=1,bootindex=1
+-blockdev {"driver":"raw","node-name":"file-seed","read-only":true,@
+"file":{"driver":"file","filename":"/var/seed,1.iso"}}
+-device virtio-blk-pci,id=disk-seed,drive=file-seed
+-netdev tap,id=net-net0,fd=10,vhost=off
+-device virtio-net-pci,id=nic-net0,netdev=net-net0,mac=52:54:00:00:00:01,host_mtu=1400,romfile=
+-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny
+"""
+
+
+def launch(**changes: object) -> tuple[str, ...]:
+    return launch_for((7, 2), **changes)
+
+
+def launch_for(version: tuple[int, int], **changes: object) -> tuple[str, ...]:
+    config = msgspec.structs.replace(BASE, **changes)
+    return qemu_launch(config, binary="/usr/bin/qemu-system-x86_64", version=version).argv
+
+
+def value(argv: tuple[str, ...], option: str) -> str:
+    return argv[argv.index(option) + 1]
+
+
+def test_the_whole_command_line_of_a_vm_with_everything_is_as_recorded() -> None:
+    argv = launch(
+        kernel="/img/kernel",
+        initramfs="/img/initramfs",
+        cmdline="console=ttyS0 a=b,c",
+        disks=(ROOT, SEED),
+        nics=(NIC,),
+    )
+    assert argv == tuple(word.replace("|", " ") for word in GOLDEN.replace("@\n", "").split())
+
+
+def test_the_worker_id_stands_alone_and_once_in_argv() -> None:
+    assert procfs.worker_ids(launch()) == [WORKER_ID]
+
+
+def test_newer_qemu_reconnects_in_milliseconds() -> None:
+    assert "reconnect-ms=100" in " ".join(launch_for((9, 2), disks=(ROOT,)))
+    assert "reconnect=1" in " ".join(launch_for((9, 1), disks=(ROOT,)))
+
+
+def test_kvm_uses_the_hosts_cpu() -> None:
+    argv = launch(accelerator="kvm")
+    assert (value(argv, "-accel"), value(argv, "-cpu")) == ("kvm", "host")
+
+
+def test_memory_is_rounded_up_to_whole_mebibytes() -> None:
+    argv = launch(memory_bytes=100_000_000)
+    assert value(argv, "-m") == "size=96M"
+    assert "size=96M,share=on" in value(argv, "-object")
+
+
+def test_each_nic_gets_a_descriptor_number_of_its_own() -> None:
+    other = msgspec.structs.replace(NIC, id="net1")
+    config = msgspec.structs.replace(BASE, nics=(NIC, other))
+    made = qemu_launch(config, binary="qemu", version=(7, 2))
+    assert made.nic_fds == {"net0": 10, "net1": 11}
+    assert "tap,id=net-net1,fd=11,vhost=off" in made.argv
+
+
+def test_a_comma_in_a_path_or_name_cannot_become_an_option() -> None:
+    argv = launch(runtime_dir="/run/a,server=off", name="x,debug=1", disks=(ROOT,))
+    assert "path=/run/a,,server=off/qmp.sock," in " ".join(argv)
+    assert "process=chv-x,,debug=1," in value(argv, "-name")
+
+
+def test_a_long_name_is_cut_before_its_commas_are_doubled() -> None:
+    assert "process=chv-aaaaaaaaaa,,,debug" in value(launch(name="a" * 10 + ",b"), "-name")
+
+
+def test_a_kernel_command_line_is_not_an_option_list() -> None:
+    assert value(launch(kernel="/k", cmdline="a,b"), "-append") == "a,b"
+
+
+def test_without_a_kernel_the_firmware_boots_the_disk_with_a_boot_index() -> None:
+    argv = launch(disks=(ROOT,))
+    assert "-kernel" not in argv
+    assert value(argv, "-boot") == "strict=on"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"worker_id": "chv:abc123:vmm:x"}, "worker_id"),
+        ({"worker_id": WORKER_ID + ",process=x"}, "worker_id"),
+        ({"uuid": "nonsense"}, "uuid"),
+        ({"name": "a\nb"}, "name"),
+        ({"cpus": 0}, "cpus"),
+        ({"cpus": 256}, "cpus"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"accelerator": ""}, "accelerator"),
+        ({"accelerator": "kvm,foo=bar"}, "accelerator"),
+        ({"kernel": "relative"}, "kernel"),
+        ({"kernel": "/k\0"}, "kernel"),
+        ({"cmdline": "quiet"}, "kernel"),
+        ({"kernel": "/k", "cmdline": "a\nb"}, "cmdline"),
+        ({"kernel": "/k", "cmdline": "x" * 2048}, "cmdline"),
+        ({"runtime_dir": "relative"}, "runtime_dir"),
+        ({"runtime_dir": "/" + "x" * 110}, "node.run_dir"),
+        ({"disks": (ROOT, ROOT)}, "disks"),
+        ({"nics": (NIC, NIC)}, "nics"),
+        ({"disks": (msgspec.structs.replace(SEED, read_only=False),)}, "disks[0].read_only"),
+        ({"disks": (msgspec.structs.replace(SEED, kind="nbd"),)}, "disks[0].kind"),
+        ({"disks": (ROOT, msgspec.structs.replace(SEED, id="A,b"))}, "disks[1].id"),
+        ({"disks": (msgspec.structs.replace(ROOT, path="x"),)}, "disks[0].path"),
+        ({"nics": (msgspec.structs.replace(NIC, mac="52:54:00:00:00:01,x=y"),)}, "nics.mac"),
+        ({"nics": (msgspec.structs.replace(NIC, id=""),)}, "nics.id"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_field(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        launch(**changes)
+    assert caught.value.field == field
+
+
+def test_more_devices_than_the_bus_has_slots_for_are_unsupported() -> None:
+    disks = tuple(msgspec.structs.replace(ROOT, id=f"d{n}") for n in range(DEVICES_MAX + 1))
+    with pytest.raises(Unsupported, match=str(DEVICES_MAX)):
+        launch(disks=disks)
