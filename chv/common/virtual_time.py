@@ -23,8 +23,11 @@ from anyio._backends import _asyncio as anyio_asyncio
 
 T = TypeVar("T")
 
-# A program whose next timer is farther away than this (300 years) waits for nothing.
-HORIZON_S = 1e10
+# A program that is still idle after so long (126 years) waits for nothing.
+HORIZON_S = 4e9
+# asyncio fires timers that are due within this. It must be more than a float can tell apart at
+# the horizon, or a timer would never become due and the loop would spin.
+RESOLUTION_S = 1e-6
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -81,6 +84,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         self._numbers = itertools.count(1)
         super().__init__(self._jumping)
+        self._clock_resolution = RESOLUTION_S
         self.set_task_factory(_make_task)
 
     def time(self) -> float:
