@@ -19,6 +19,7 @@ from msgspec import UnsetType
 
 from chv.common.errors import (
     JSONRPC_METHOD_NOT_FOUND,
+    Cancelled,
     ChvError,
     DeadlineExceeded,
     Internal,
@@ -54,31 +55,44 @@ class WithFds(Generic[R]):
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of one peer: how to reach the peer, and how to stop the call."""
+
+    request_id: int | str
+    peer: Peer
+    send: Send
+    scope: anyio.CancelScope
+
+
+@dataclass(frozen=True)
 class CallContext:
     """What a handler may want to know about its call beyond the params."""
 
     method: Method[Any, Any]
-    request_id: int | str
-    peer: Peer
-    send: Send
+    call: Call
+
+    @property
+    def peer(self) -> Peer:
+        """The caller, told by the kernel."""
+        return self.call.peer
 
     @property
     def peer_uid(self) -> int:
-        """Uid of the caller, told by the kernel."""
-        return self.peer.uid
+        """Uid of the caller."""
+        return self.call.peer.uid
 
     @property
     def peer_pid(self) -> int:
         """Pid that the caller had when it connected; it may be another process by now."""
-        return self.peer.pid
+        return self.call.peer.pid
 
     async def emit(self, event: Any) -> None:
         """Send one event of this call. Waits for a slow reader, which is cut off in the end."""
         assert self.method.events, f"{self.method.name} declares no events"
         assert isinstance(event, self.method.events), f"{self.method.name} emits {type(event)}"
-        frame = encode_event(self.method.event_name, self.request_id, event)
+        frame = encode_event(self.method.event_name, self.call.request_id, event)
         assert len(frame) <= FRAME_BYTES_MAX, f"event of {self.method.name} is {len(frame)} bytes"
-        await self.send(frame)
+        await self.call.send(frame)
         await anyio.lowlevel.checkpoint()
 
 
@@ -134,30 +148,31 @@ class Dispatcher:
             raise Unavailable(f"recovering: {self.recovering}", resource=self.name)
         return entry
 
-    async def answer(
-        self, request: Request, request_id: int | str, peer: Peer, send: Send
-    ) -> Answer:
+    async def answer(self, request: Request, call: Call) -> Answer:
         """Return the reply to `request`; never raises an Exception."""
         try:
-            entry = self.admit(request, request_id, peer)
+            entry = self.admit(request, call.request_id, call.peer)
             params = decode_params(entry.method.params, request)
-            context = CallContext(entry.method, request_id, peer, send)
-            result = await self._run(entry, params, context, _budget_s(entry, request))
-            return _success(entry.method, request_id, result)
+            result = await self._run(entry, params, call, _budget_s(entry, request))
+            return _success(entry.method, call.request_id, result)
         except RequestError as error:
-            return Answer(encode_error(request_id, error.error, error.jsonrpc_code))
-        except Exception as error:  # noqa: BLE001  the firewall: a handler cannot harm the server
-            return Answer(encode_error(request_id, self._for_the_wire(request.method, error)))
+            return Answer(encode_error(call.request_id, error.error, error.jsonrpc_code))
+        except Exception as error:  # noqa: BLE001  the firewall: no handler harms the server
+            known = self._for_the_wire(request.method, error)
+            return Answer(encode_error(call.request_id, known))
 
-    async def _run(self, entry: Entry, params: Any, context: CallContext, budget_s: float) -> Any:
+    async def _run(self, entry: Entry, params: Any, call: Call, budget_s: float) -> Any:
         slots = self._stream_slots if entry.method.events else self._call_slots
         started = False
-        with anyio.move_on_after(budget_s):
+        deadline = call.scope.deadline = anyio.current_time() + budget_s
+        with call.scope:
             async with slots:
                 started = True
                 if entry.wants_context:
-                    return await entry.handler(params, context)
+                    return await entry.handler(params, CallContext(entry.method, call))
                 return await entry.handler(params)
+        if anyio.current_time() < deadline:
+            raise Cancelled(f"{entry.method.name} was stopped: its caller left")
         text = f"{entry.method.name} was not done within {budget_s:g} s"
         if started and entry.method.mutating:
             raise OutcomeUnknown(text, hint="observe, then decide")

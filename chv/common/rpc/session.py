@@ -1,11 +1,11 @@
 """One connection of a server: reads requests, runs each in a task, writes replies.
 
 Rules: a frame that cannot be read gets an error with id null; over 1 MiB the connection ends
-after such an error; an id already in flight is refused; a notification is never executed, and
-`Cancel` alone has a meaning: the caller left that call, stop it. More than PENDING_MAX requests or
-PENDING_BYTES_MAX of them without a reply are refused, not left unread: a Cancel could be behind
-them. When the peer leaves or closes its sending half, its calls are
-cancelled. Nothing here can end another session or the server.
+after such an error; an id already in flight is refused; a notification is never executed. Of
+these `Cancel` alone has a meaning: the caller left that call, which is stopped and answers
+CANCELLED. More than PENDING_MAX requests without a reply, or PENDING_BYTES_MAX of them, are
+refused and not left unread, for a Cancel could be behind them. When the peer leaves or closes
+its sending half, its calls are cancelled. Nothing here can end another session or the server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chv.common.errors import (
     ResourceExhausted,
 )
 from chv.common.rpc.channel import Channel, ChannelClosed, Peer
-from chv.common.rpc.dispatch import Dispatcher
+from chv.common.rpc.dispatch import Call, Dispatcher
 from chv.common.rpc.envelope import (
     CANCEL,
     DECODE_ERRORS,
@@ -49,7 +49,7 @@ class Session:
         self._channel = channel
         self._peer = peer
         self._dispatcher = dispatcher
-        self._calls: dict[int | str, anyio.CancelScope] = {}
+        self._calls: dict[int | str, Call] = {}
         # Calls whose reply is not on its way yet; a peer that does not read holds these up.
         self._pending = 0
         self._pending_bytes = 0
@@ -92,8 +92,9 @@ class Session:
             return
         self._pending += 1
         self._pending_bytes += len(frame)
-        self._calls[request.id] = anyio.CancelScope()
-        tasks.start_soon(self._call, request, request.id, len(frame))
+        call = Call(request.id, self._peer, self._send, anyio.CancelScope())
+        self._calls[request.id] = call
+        tasks.start_soon(self._call, request, call, len(frame))
 
     def _check_room(self, call_id: int | str, size_bytes: int) -> None:
         """Raise RequestError when this call may not join those in flight."""
@@ -114,18 +115,15 @@ class Session:
         except DECODE_ERRORS:
             log.debug("rpc.notification_ignored", extra={"method": request.method})
             return
-        if scope := self._calls.get(call_id):
-            scope.cancel()
+        if call := self._calls.get(call_id):
+            call.scope.cancel()
 
-    async def _call(self, request: Request, call_id: int | str, size_bytes: int) -> None:
+    async def _call(self, request: Request, call: Call, size_bytes: int) -> None:
         try:
-            answer = None
-            with self._calls[call_id]:
-                answer = await self._dispatcher.answer(request, call_id, self._peer, self._send)
+            answer = await self._dispatcher.answer(request, call)
             # Off the list before the reply: once the peer has that, it may use the id again.
-            del self._calls[call_id]
-            if answer is not None:
-                await self._send(answer.frame, answer.fds)
+            del self._calls[call.request_id]
+            await self._send(answer.frame, answer.fds)
         finally:
             self._pending -= 1
             self._pending_bytes -= size_bytes

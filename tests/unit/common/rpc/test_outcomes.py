@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import anyio
@@ -10,6 +11,7 @@ import pytest
 
 from chv.common.errors import DeadlineExceeded, InvalidArgument, OutcomeUnknown, Unavailable
 from chv.common.rpc import Client, Method, connect
+from chv.common.rpc import channel as channel_module
 from tests.helpers import wait_until
 from tests.unit.common.rpc.sample_api import (
     GET,
@@ -162,3 +164,32 @@ async def test_server_that_goes_fails_what_is_in_flight() -> None:
                 await wait_until(lambda: len(outcomes) == 2, timeout_s=1)
     assert set(outcomes) == {OutcomeUnknown, Unavailable}
     assert service.hanging == 0
+
+
+async def test_server_that_reads_nothing_holds_no_caller_beyond_its_deadline() -> None:
+    """What went out in part may be applied; what waited behind it was not."""
+    with socket_directory() as directory:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(directory / "s"))
+        listener.listen()
+        with listener:
+            async with connect(directory / "s") as client:
+                with anyio.fail_after(2):
+                    with pytest.raises(OutcomeUnknown, match="no reply within"):
+                        await client.call(SET, Ping(text="x" * 900_000), timeout_s=0.1)
+                    with pytest.raises(DeadlineExceeded, match="no reply within"):
+                        await client.call(SET, Ping(), timeout_s=0.1)
+
+
+async def test_client_gives_up_a_server_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "SEND_TIMEOUT_S", 0.1)
+    with socket_directory() as directory:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(directory / "s"))
+        listener.listen()
+        with listener:
+            async with connect(directory / "s") as client:
+                with anyio.fail_after(2), pytest.raises(OutcomeUnknown, match=r"read for 0\.1 s"):
+                    await client.call(SET, Ping(text="x" * 900_000))
+                with pytest.raises(Unavailable, match=r"read for 0\.1 s"):
+                    await client.call(SET, Ping())

@@ -137,7 +137,9 @@ async def test_calls_without_reply_are_bounded_for_each_connection(
             assert {line["error"]["data"]["code"] for line in refused} == {"RESOURCE_EXHAUSTED"}
             assert [line["id"] for line in refused] == [3, 4, 5, 6, 7, 8, 9]
             await raw.ask(jsonrpc="2.0", method="Cancel", params={"id": 0})
-            await wait_until(lambda: sample.service.hanging == 2)
+            stopped = await raw.line()
+            assert (stopped["id"], stopped["error"]["data"]["code"]) == (0, "CANCELLED")
+            assert sample.service.hanging == 2
             await raw.ask(jsonrpc="2.0", id=11, method="Get")
             assert (await raw.line())["id"] == 11
             await other.ask(jsonrpc="2.0", id=1, method="Get")
