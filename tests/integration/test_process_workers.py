@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -57,6 +58,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change uid and namespaces"),
 ]
 USER = 1_999_999
+PR_SET_CHILD_SUBREAPER = 36
 SLEEP_FOUND = os.path.realpath(SLEEP)
 
 
@@ -169,6 +171,66 @@ async def test_given_descriptors_arrive_at_their_numbers_and_no_others(
     right.close()
     for fd in (reader, writer, leaked):
         os.close(fd)
+
+
+@pytest.mark.parametrize("executable", [SLEEP, "/no/such/program"])
+async def test_descriptors_may_take_numbers_that_the_start_itself_uses(
+    provider: Provider, executable: str
+) -> None:
+    reader, writer = os.pipe()
+    # The numbers that the descriptors made for the start would get: sources and report pipes.
+    fds = {number: (reader, writer)[number % 2] for number in range(writer + 8, writer + 28)}
+    spec = sleeper(provider.layout, fds=fds, executable=executable)
+    if executable == SLEEP:
+        record = await provider.spawn(spec)
+        seen = descriptors_of(record.pid)
+        ours = {number: flags_of(os.getpid(), source) for number, source in fds.items()}
+        assert {number: flags_of(record.pid, number) for number in fds} == ours
+        assert set(seen) == {0, 1, 2, *fds}
+    else:
+        with pytest.raises(NotFound):
+            await provider.spawn(spec)
+    os.close(reader)
+    os.close(writer)
+
+
+def flags_of(pid: int, fd: int) -> str:
+    """Return `0` for the reading and `1` for the writing end of a pipe."""
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/fdinfo/{fd}").read_text().splitlines()
+        if line.startswith("flags:")
+    )
+    return line[-1]
+
+
+@pytest.fixture
+def _subreaper() -> Iterator[None]:
+    """Orphans come to us, as to the first process of a container that reaps nobody."""
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+
+
+@pytest.mark.usefixtures("_subreaper")
+async def test_a_failed_start_leaves_no_zombie_where_nobody_reaps(provider: Provider) -> None:
+    with pytest.raises(NotFound):
+        await provider.spawn(sleeper(provider.layout, executable="/no/such/program"))
+    assert children_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("_subreaper")
+async def test_a_zombie_that_nobody_reaps_is_gone_and_cleaned_up(provider: Provider) -> None:
+    record = await provider.spawn(sleeper(provider.layout))
+    assert children_of(os.getpid()) == [record.pid]
+    assert await terminate(record, grace_s=5) == "term"
+    assert Path(f"/proc/{record.pid}").exists()
+    assert verify(record) is AdoptVerdict.GONE
+    assert provider.find(record.worker_id) == []
+    await wait_gone(record)
+    await provider.cleanup(record)
+    os.waitpid(record.pid, 0)  # noqa: ASYNC222
 
 
 async def test_output_is_appended_to_a_private_log(provider: Provider, tmp_path: Path) -> None:
