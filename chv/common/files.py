@@ -233,13 +233,13 @@ def copy_file(src: Path, dst: Path, *, progress: Progress | None = None) -> str:
             if how == "copy":
                 os.ftruncate(target, size_bytes)
                 _copy_data(source, target, size_bytes, progress)
+            if progress:
+                progress(size_bytes, size_bytes)
             fsync(target, dst)
             temporary.replace(dst)
             sync_directory(dst.parent)
     finally:
         os.close(source)
-    if progress:
-        progress(size_bytes, size_bytes)
     return how
 
 

@@ -44,7 +44,7 @@ def resolve_inside(base: Path, relative: str) -> Path:
 def open_beneath(root_fd: int, path: str, flags: int, *, mode: int = 0o600) -> int:
     """Open a relative path below an open directory, following no symbolic link anywhere."""
     _check_relative(path)
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    flags |= os.O_CLOEXEC
     try:
         try:
             return _openat2(root_fd, path, flags, mode)
@@ -70,7 +70,8 @@ def _openat2(root_fd: int, path: str, flags: int, mode: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     how = _OpenHow(
-        flags=flags,
+        # O_NOFOLLOW would lift RESOLVE_NO_SYMLINKS from the last component for O_PATH.
+        flags=flags & ~os.O_NOFOLLOW,
         mode=mode if flags & os.O_CREAT else 0,
         resolve=_RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS,
     )
@@ -98,7 +99,7 @@ def _walk(root_fd: int, path: str, flags: int, mode: int) -> int:
             os.close(directory)
             directory = inner
             _refuse_link(directory, part)
-        fd = os.open(last, flags, mode, dir_fd=directory)
+        fd = os.open(last, flags | os.O_NOFOLLOW, mode, dir_fd=directory)
         try:
             _refuse_link(fd, last)
         except OSError:
