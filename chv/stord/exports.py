@@ -35,6 +35,10 @@ class RunDirectory:
         """Return the monitor socket of an incarnation."""
         return self.private / f"{incarnation}.qmp"
 
+    def pid_file(self, worker_id: str) -> Path:
+        """Return the file that appears when the storage daemon is set up."""
+        return self.private / f"{worker_id}.pid"
+
     def unprimed(self, volume_id: str) -> Path:
         """Return the name under which the storage daemon makes an export."""
         return self.private / f"{short_uid(volume_id)}.sock"

@@ -82,20 +82,24 @@ class Keeper:
         for row in rows:
             if not row.wanted:
                 await self._records.drop_attachment(row.volume_id)
-            elif serving and not row.published:
-                await self._records.put_attachment(msgspec.structs.replace(row, published=True))
-        await self._settle_phase(vm_id, serving=serving)
-
-    async def _settle_phase(self, vm_id: str, *, serving: bool) -> None:
         backend = self._records.backends[vm_id]
-        if serving and backend.phase in MAY_START:
-            await self._records.put_backend(
-                msgspec.structs.replace(backend, phase=BackendPhase.SERVING, message="", lost_at="")
-            )
         if serving:
+            await self._record_served(backend)
             self._watch(vm_id)
         elif backend.phase is BackendPhase.SERVING:
             await self._mark_lost(vm_id, "the storage daemon ended")
+
+    async def _record_served(self, backend: Backend) -> None:
+        fresh = [
+            msgspec.structs.replace(row, published=True)
+            for row in self._records.of_vm(backend.vm_id)
+            if not row.published
+        ]
+        served = msgspec.structs.replace(
+            backend, phase=BackendPhase.SERVING, message="", lost_at=""
+        )
+        if fresh or served != backend:
+            await self._records.put_vm(fresh, None if served == backend else served)
 
     async def give_up_recovery(self, vm_id: str, reason: str) -> None:
         """Go back to LOST with nothing running: whoever asked no longer holds the VM still."""
@@ -122,7 +126,10 @@ class Keeper:
     async def look(self, vm_id: str) -> None:
         """Converge once; the firewall of one VM. Counts the misses of a hung storage daemon."""
         try:
-            await self.converge(vm_id, "adopt")
+            if self._records.backends[vm_id].phase is BackendPhase.RECOVERING:
+                await self.give_up_recovery(vm_id, "the recovery was cut short")
+            else:
+                await self.converge(vm_id, "adopt")
             self.misses.pop(vm_id, None)
         except DeadlineExceeded as error:
             self.misses[vm_id] = self.misses.get(vm_id, 0) + 1
@@ -188,10 +195,7 @@ class Keeper:
             backend = self._records.backends[vm_id]
             if backend.boot_id != self.parts.boot_id:
                 await self._void(backend)
-            if backend.phase is BackendPhase.RECOVERING:
-                await self.give_up_recovery(vm_id, "stord ended during the recovery")
-            else:
-                await self.look(vm_id)
+            await self.look(vm_id)
 
     async def _void(self, backend: Backend) -> None:
         for row in self._records.of_vm(backend.vm_id):

@@ -134,9 +134,7 @@ class Records:
 
     async def put_attachment(self, row: Attachment) -> None:
         """Add or replace."""
-        sql = "INSERT OR REPLACE INTO attachments VALUES (?, ?, ?)"
-        await self._run((sql, (row.volume_id, row.vm_id, _encode(row))))
-        self.attachments[row.volume_id] = row
+        await self.put_vm([row], None)
 
     async def drop_attachment(self, volume_id: str) -> None:
         """Forget an attachment."""
@@ -145,24 +143,24 @@ class Records:
 
     async def put_backend(self, row: Backend) -> None:
         """Add or replace."""
-        sql = "INSERT OR REPLACE INTO backends VALUES (?, ?)"
-        await self._run((sql, (row.vm_id, _encode(row))))
-        self.backends[row.vm_id] = row
+        await self.put_vm([], row)
 
-    async def start_attachment(self, attachment: Attachment, backend: Backend) -> None:
-        """Record an attachment and the backend that it needs, in one transaction."""
-        await self._run(
+    async def put_vm(self, attachments: list[Attachment], backend: Backend | None) -> None:
+        """Add or replace several rows of one VM in one transaction."""
+        statements: list[tuple[str, tuple[str | bytes, ...]]] = [
             (
                 "INSERT OR REPLACE INTO attachments VALUES (?, ?, ?)",
-                (attachment.volume_id, attachment.vm_id, _encode(attachment)),
-            ),
-            (
-                "INSERT OR REPLACE INTO backends VALUES (?, ?)",
-                (backend.vm_id, _encode(backend)),
-            ),
-        )
-        self.attachments[attachment.volume_id] = attachment
-        self.backends[backend.vm_id] = backend
+                (row.volume_id, row.vm_id, _encode(row)),
+            )
+            for row in attachments
+        ]
+        if backend is not None:
+            sql = "INSERT OR REPLACE INTO backends VALUES (?, ?)"
+            statements.append((sql, (backend.vm_id, _encode(backend))))
+        await self._run(*statements)
+        self.attachments |= {row.volume_id: row for row in attachments}
+        if backend is not None:
+            self.backends[backend.vm_id] = backend
 
     async def drop_backend(self, vm_id: str) -> None:
         """Forget a VM: its storage daemon and whatever was attached."""

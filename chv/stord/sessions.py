@@ -148,7 +148,7 @@ class Sessions:
         row = Attachment(
             volume_id=request.volume_id, vm_id=request.vm_id, read_only=request.read_only
         )
-        await self._records.start_attachment(row, backend)
+        await self._records.put_vm([row], backend)
         return True
 
     async def _backend_for(self, request: AttachVolumeToVm) -> Backend:
@@ -181,12 +181,11 @@ class Sessions:
             log.warning("undo_failed", vm_id=request.vm_id, error=error, next="tried again")
 
     async def _restart(self, vm_id: str) -> None:
-        for row in self._records.of_vm(vm_id):
-            await self._records.put_attachment(msgspec.structs.replace(row, published=False))
-        backend = self._records.backends[vm_id]
-        await self._records.put_backend(
-            msgspec.structs.replace(backend, phase=BackendPhase.RECOVERING)
+        rows = [msgspec.structs.replace(row, published=False) for row in self._records.of_vm(vm_id)]
+        backend = msgspec.structs.replace(
+            self._records.backends[vm_id], phase=BackendPhase.RECOVERING
         )
+        await self._records.put_vm(rows, backend)
         await failpoint("stord.recover.after_intent")
         try:
             await self._keeper.converge(vm_id, "recover")

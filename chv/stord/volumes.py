@@ -60,6 +60,10 @@ class Volumes:
         except ChvError:
             await self._records.drop_volume(volume_id)
             raise
+        if not created:  # found without a record
+            found = await self._backend.inspect(volume_id, spec)
+            if found.size_bytes < spec.size_bytes:
+                await self._backend.grow(volume_id, spec)
         await failpoint("stord.open.after_create")
         await self._put(row, state=VolumeState.OPEN)
         await failpoint("stord.open.after_record")
@@ -125,7 +129,7 @@ class Volumes:
         for row in list(self._records.volumes.values()):
             try:
                 await self._finish_one(row)
-            except ChvError as error:
+            except (ChvError, OSError) as error:
                 await self.note_error(row.volume_id, error)
                 log.warning("volume_unfinished", volume_id=row.volume_id, error=error)
 
@@ -144,7 +148,7 @@ class Volumes:
             case VolumeState.OPEN | VolumeState.CLOSED:
                 return
 
-    async def note_error(self, volume_id: str, error: ChvError) -> None:
+    async def note_error(self, volume_id: str, error: Exception) -> None:
         """Keep the last error of a volume for its health."""
         row = self._records.volumes.get(volume_id)
         if row is not None:

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from chv.common.clock import Clock
-from chv.common.errors import Unavailable
+from chv.common.errors import ChvError, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.files import ensure_dir
 from chv.common.ids import Ids, short_uid
@@ -50,6 +50,7 @@ from chv.stord.records import Backend, Records
 STOP_GRACE_S = 3.0
 EXIT_WAIT_S = 1.0
 WORKER_KIND = "qsd"
+LAST_WORDS_CHARACTERS_MAX = 200
 # Files that the storage daemon makes are its own; it makes none but sockets.
 UMASK = 0o177
 
@@ -143,10 +144,41 @@ class Work:
 
     async def _open_monitor(self) -> Monitor:
         if self._monitor is None:
-            path = self.run.monitor(self._backend.incarnation)
-            uid = self._backend.storage_uid
-            self._monitor = await self._stack.enter_async_context(open_monitor(path, uid))
+            self._monitor = await self._connect()
         return self._monitor
+
+    async def _connect(self) -> Monitor:
+        """Connect, or find out early that the storage daemon has ended."""
+        backend, monitors, failures = self._backend, list[Monitor](), list[ChvError]()
+        path, ready = self.run.monitor(backend.incarnation), self.run.pid_file(backend.worker_id)
+        connection = open_monitor(path, ready, backend.storage_uid)
+        async with anyio.create_task_group() as race:
+
+            async def until_gone(worker: WorkerRecord) -> None:
+                await wait_gone(worker)
+                race.cancel_scope.cancel()
+
+            if backend.worker is not None:
+                race.start_soon(until_gone, backend.worker)
+            try:
+                monitors.append(await self._stack.enter_async_context(connection))
+            except ChvError as error:  # raised below, outside the group
+                failures.append(error)
+            race.cancel_scope.cancel()
+        if failures:
+            raise failures[0]
+        if not monitors:
+            raise Unavailable(
+                f"the storage daemon has ended: {self._last_words()}", resource=self._vm_id
+            )
+        return monitors[0]
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._log_path().read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "no log"
+        return lines[-1][:LAST_WORDS_CHARACTERS_MAX] if lines else "it said nothing"
 
     # --- steps
     async def apply(self, step: Step) -> None:
@@ -212,12 +244,15 @@ class Work:
 
     def _spawn_spec(self) -> SpawnSpec:
         backend = self._backend
-        monitor_path = self.run.monitor(backend.incarnation)
+        argv = graph.argv(
+            self.run.monitor(backend.incarnation), self.run.pid_file(backend.worker_id)
+        )
         return SpawnSpec(
             worker_id=backend.worker_id,
-            argv=tuple(graph.argv(monitor_path, backend.worker_id)),
+            argv=tuple(argv),
             uid=backend.storage_uid,
             gid=backend.storage_uid,
+            groups=(backend.vm_gid,),  # to pass through the VM's directory
             umask=UMASK,
             log_path=str(self._log_path()),
             cgroup=f"qsd-{short_uid(self._vm_id)}",

@@ -17,6 +17,7 @@ import anyio.to_thread
 import msgspec
 
 from chv.common.errors import (
+    InUse,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -163,13 +164,14 @@ class FileBackend:
         )
 
     def grant(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
-        """Give its files to a storage uid."""
-        for path in (self._disk_path(volume_id, spec), self.lock_path(volume_id)):
-            os.chown(path, uid, uid, follow_symlinks=False)
+        """Give its files to a storage uid; InUse where a process of somebody else holds it."""
+        with disk_files.exclusively(self.lock_path(volume_id)):
+            for path in (self._disk_path(volume_id, spec), self.lock_path(volume_id)):
+                os.chown(path, uid, uid, follow_symlinks=False)
 
     def revoke(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Take its files back to root."""
-        with contextlib.suppress(FileNotFoundError):
+        """Take its files back to root, unless they are gone or somebody else holds them."""
+        with contextlib.suppress(NotFound, FileNotFoundError, InUse):
             self.grant(volume_id, spec, 0)
 
     def disk(self, volume_id: str, spec: VolumeBackend) -> DiskFile:

@@ -108,9 +108,9 @@ class Monitor:
 
 
 @asynccontextmanager
-async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
-    """Connect to the monitor at `path`, which a process of `uid` must own; close on leaving."""
-    client = await _connect(path, uid)
+async def open_monitor(path: Path, ready: Path, uid: int) -> AsyncIterator[Monitor]:
+    """Connect to the monitor at `path` once `ready` exists; a process of `uid` must own it."""
+    client = await _connect(path, ready, uid)
     try:
         yield Monitor(client)
     finally:
@@ -118,8 +118,8 @@ async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
             await _disconnect(client)
 
 
-async def _connect(path: Path, uid: int) -> QMPClient:
-    peer = await _dial(path)
+async def _connect(path: Path, ready: Path, uid: int) -> QMPClient:
+    peer = await _dial(path, ready)
     try:
         check_peer(peer, path, uid)
     except Internal:
@@ -140,8 +140,8 @@ async def _connect(path: Path, uid: int) -> QMPClient:
     return client
 
 
-async def _dial(path: Path) -> socket.socket:
-    """Connect; the socket file exists a moment before it accepts, hence the retries."""
+async def _dial(path: Path, ready: Path) -> socket.socket:
+    """Connect as soon as the storage daemon is set up, which is when `ready` appears."""
     try:
         with anyio.fail_after(CONNECT_TIMEOUT_S):
             async for attempt in tenacity.AsyncRetrying(
@@ -150,7 +150,7 @@ async def _dial(path: Path) -> socket.socket:
                 retry=tenacity.retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
             ):
                 with attempt:
-                    return _connect_socket(path)
+                    return _connect_socket(path, ready)
     except TimeoutError as error:
         raise Unavailable(f"no storage daemon listens at {path}") from error
     except OSError as error:
@@ -158,7 +158,8 @@ async def _dial(path: Path) -> socket.socket:
     raise AssertionError("retries ended without a result")
 
 
-def _connect_socket(path: Path) -> socket.socket:
+def _connect_socket(path: Path, ready: Path) -> socket.socket:
+    ready.lstat()
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.setblocking(False)  # a full backlog is EAGAIN, never a wait

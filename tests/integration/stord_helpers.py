@@ -1,0 +1,234 @@
+"""What the tests of stord share: a real daemon of an instance of its own, gone for certain."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.process import FoundWorker, choose_provider, scan, wait_gone
+from chv.common.rpc import Client, connect
+from chv.common.wire import stord as wire
+from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
+
+IDS = Ids()
+MIB = 1 << 20
+needs_qsd = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("qemu-storage-daemon") is None,
+    reason="needs root and qemu-storage-daemon",
+)
+
+
+class Node:
+    """One instance: its directories, its stord process, shorthand for its calls."""
+
+    def __init__(self, root: Path, *, state: Path | None = None, storage: str = "") -> None:
+        self.layout = Layout(IDS.instance(), root / "run", state or root / "state")
+        self.config = root / "chv.toml"
+        self.config.write_text(
+            f'[node]\ninstance = "{self.layout.instance}"\n'
+            f'run_dir = "{self.layout.run_root}"\nstate_dir = "{self.layout.state_root}"\n'
+            f'log_level = "debug"\n[storage]\n{storage}\n'
+        )
+        self.log = root / "stord.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self, failpoints: str = "") -> None:
+        """Start stord and wait until it is ready, or has ended."""
+        await anyio.to_thread.run_sync(self._start, failpoints)
+
+    def _start(self, failpoints: str) -> None:
+        reader, writer = os.pipe()
+        environment = {**os.environ, "CHV_READY_FD": str(writer)}
+        if failpoints:
+            environment |= {"CHV_TEST_BUILD": "1", "CHV_FAILPOINTS": failpoints}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "chv.stord", "--config", str(self.config)],
+                env=environment,
+                pass_fds=[writer],
+                stderr=log,
+            )
+        os.close(writer)
+        with os.fdopen(reader, "rb") as ready:
+            assert ready.read() == b"ready\n" or failpoints, self.log.read_text()[-2000:]
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    async def end(self, number: int = signal.SIGKILL) -> int:
+        """Signal stord and return its exit status."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        return await self.ended()
+
+    async def ended(self) -> int:
+        """Wait until stord has ended by itself."""
+        assert self.process is not None
+        return await anyio.to_thread.run_sync(self.process.wait, 20)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        async with connect(self.layout.socket("stord")) as client:
+            yield client
+
+    async def open(
+        self,
+        volume_id: str,
+        *,
+        format: str = "raw",
+        size_bytes: int = 16 * MIB,
+        source: wire.VolumeSource | None = None,
+        generation: int = 1,
+    ) -> wire.VolumeInfo:
+        request = wire.OpenVolume(
+            meta=meta(generation),
+            volume_id=volume_id,
+            backend=wire.VolumeBackend(
+                class_name="file",
+                format=wire.VolumeFormat(format),
+                size_bytes=size_bytes,
+                source=source,
+            ),
+        )
+        async with self.client() as client:
+            return await client.call(wire.OPEN_VOLUME, request)
+
+    async def attach(
+        self,
+        volume_id: str,
+        vm_id: str,
+        *,
+        slot: int = 0,
+        read_only: bool = False,
+        generation: int = 1,
+    ) -> wire.AttachmentInfo:
+        request = wire.AttachVolumeToVm(
+            meta=meta(generation),
+            volume_id=volume_id,
+            vm_id=vm_id,
+            storage_uid=self.layout.storage_uid(slot),
+            vm_gid=self.layout.vmm_uid(slot),
+            read_only=read_only,
+        )
+        async with self.client() as client:
+            return await client.call(wire.ATTACH_VOLUME, request)
+
+    async def detach(self, volume_id: str, vm_id: str, generation: int = 1) -> Done:
+        request = wire.DetachVolumeFromVm(meta=meta(generation), volume_id=volume_id, vm_id=vm_id)
+        async with self.client() as client:
+            return await client.call(wire.DETACH_VOLUME, request)
+
+    async def delete(self, volume_id: str, generation: int = 1) -> Done:
+        async with self.client() as client:
+            return await client.call(
+                wire.DELETE_VOLUME, wire.VolumeRef(meta=meta(generation), volume_id=volume_id)
+            )
+
+    async def close(self, volume_id: str, generation: int = 1) -> Done:
+        async with self.client() as client:
+            return await client.call(
+                wire.CLOSE_VOLUME, wire.VolumeRef(meta=meta(generation), volume_id=volume_id)
+            )
+
+    async def recover(self, vm_id: str) -> wire.VmBackendInfo:
+        async with self.client() as client:
+            return await client.call(
+                wire.RECOVER_VM_BACKEND, wire.RecoverVmBackend(meta=meta(), vm_id=vm_id)
+            )
+
+    async def get(self, volume_id: str) -> wire.VolumeInfo:
+        async with self.client() as client:
+            return await client.call(wire.GET_VOLUME, wire.GetVolume(volume_id=volume_id))
+
+    async def volumes(self) -> list[wire.VolumeInfo]:
+        async with self.client() as client:
+            return (await client.call(wire.LIST_VOLUMES, Empty())).volumes
+
+    async def sessions(self) -> list[wire.VmBackendInfo]:
+        async with self.client() as client:
+            return (await client.call(wire.LIST_SESSIONS, Empty())).sessions
+
+    async def census(self) -> list[CensusItem]:
+        async with self.client() as client:
+            return (await client.call(CENSUS, Empty())).items
+
+    # --- what the machine shows
+    def workers(self) -> list[FoundWorker]:
+        return scan(self.layout.worker_prefix)
+
+    def run_files(self) -> list[str]:
+        """Everything below `vm/`."""
+        return sorted(str(path.relative_to(self.layout.vms)) for path in self.layout.vms.rglob("*"))
+
+    def volume_names(self) -> list[str]:
+        directory = self.layout.volume("x").parent
+        return sorted(path.name for path in directory.glob("*"))
+
+    def cgroups(self) -> list[str]:
+        base = Path("/sys/fs/cgroup") / self.layout.cgroup
+        return sorted(path.name for path in base.glob("*/")) if base.is_dir() else []
+
+    def image(self, data: bytes) -> wire.VolumeSource:
+        """Put a raw image where the node's images are."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        path = self.layout.image(sha256)
+        for directory in reversed(path.parents):
+            directory.mkdir(exist_ok=True, mode=0o755)
+        path.write_bytes(data)
+        path.chmod(0o644)
+        return wire.VolumeSource(path=str(path), sha256=sha256, format=wire.VolumeFormat.RAW)
+
+    async def cleanup(self) -> None:
+        """Leave nothing of this instance on the machine."""
+        if self.process is not None and self.process.poll() is None:
+            await self.end()
+        provider = choose_provider(self.layout)
+        for worker in self.workers():
+            await provider.kill(worker.record(), signal.SIGKILL)
+            await wait_gone(worker.record())
+        await provider.retire()
+
+
+def meta(generation: int = 1) -> CallMeta:
+    return CallMeta(operation_id=IDS.operation(), generation=generation)
+
+
+@contextmanager
+def short_root() -> Iterator[Path]:
+    """A directory with a short path: socket paths have 107 bytes."""
+    root = Path(tempfile.mkdtemp(prefix="chv-test-", dir="/run"))
+    root.chmod(0o711)
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
+
+
+@asynccontextmanager
+async def open_node(*, storage: str = "", start: bool = True) -> AsyncIterator[Node]:
+    """A node whose stord runs."""
+    with short_root() as root:
+        node = Node(root, storage=storage)
+        try:
+            if start:
+                await node.start()
+            yield node
+        finally:
+            with anyio.CancelScope(shield=True):
+                await node.cleanup()
