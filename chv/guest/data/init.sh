@@ -115,6 +115,17 @@ start_ssh() {
     done
 }
 
+# Returns when a press can no longer be missed: an event is only seen by who has the device open.
+watch_power_button() {
+    acpid -f -c /lib/chv/acpi -l /run/chv/acpid.log &
+    tries=0
+    until ls -l "/proc/$!/fd" | grep -q /dev/input/event; do
+        tries=$((tries + 1))
+        [ $tries -lt 100 ] || return 1
+        sleep 0.05
+    done
+}
+
 # True while any program but this one runs: kernel threads and zombies have no executable.
 others_run() {
     for executable in /proc/[0-9]*/exe; do
@@ -167,7 +178,7 @@ if [ $SEEDED = yes ]; then
     start_ssh || say "ssh failed"
 fi
 load_modules late
-acpid -f -c /lib/chv/acpi -l /run/chv/acpid.log &
+watch_power_button || say "power button failed"
 now; say "ready $NOW"
 # An interface that is plugged in later gets its address, too.
 uevent /lib/chv/hotplug.sh >/dev/null 2>&1 &
