@@ -1,0 +1,46 @@
+"""A node with the fake VMM for benchmarks: real daemons, real storage, real network, no guest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+
+from chv.cli.commands.up import delete_everything
+from chv.host import devnode
+
+READY_TIMEOUT_S = 60.0
+CLEAN_TIMEOUT_S = 600.0
+
+
+async def start(node: devnode.DevNode) -> None:
+    """Start the node and wait until it may create VMs."""
+    await devnode.start(node)
+    await devnode.await_ready(node, READY_TIMEOUT_S)
+
+
+@contextmanager
+def fake_node() -> Iterator[devnode.DevNode]:
+    """A running node in a sandbox of its own; removed with all that is on it."""
+    directory = Path(tempfile.mkdtemp(prefix="chv-bench-"))
+    before = os.environ.get("CHV_VMM")
+    os.environ["CHV_VMM"] = "fake"
+    node = devnode.make(directory, sandboxed=True)
+    try:
+        anyio.run(start, node)
+        yield node
+    finally:
+        if devnode.agent_process(node) is not None:
+            delete_everything(node.socket, CLEAN_TIMEOUT_S)
+        anyio.run(devnode.stop, node)
+        anyio.run(devnode.remove, node)
+        shutil.rmtree(directory, ignore_errors=True)
+        if before is None:
+            del os.environ["CHV_VMM"]
+        else:
+            os.environ["CHV_VMM"] = before
