@@ -21,7 +21,7 @@ from chv.common.errors import (
 from chv.common.ids import short_uid
 from chv.common.wire import stord as wire
 from tests.helpers import wait_until
-from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node
+from tests.integration.stord_helpers import IDS, MIB, Node, meta, needs_qsd, open_node
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
@@ -89,7 +89,7 @@ async def test_sockets_and_directories_have_exactly_the_owners_and_modes_of_the_
     assert seen(node.layout.vm(vm)) == (0o710, 0, vm_gid)
     assert seen(node.layout.qsd(vm)) == (0o700, storage_uid, storage_uid)
     assert seen(Path(info.export_path)) == (0o660, storage_uid, vm_gid)
-    (monitor,) = node.layout.qsd(vm).iterdir()
+    (monitor,) = node.layout.qsd(vm).glob("*.qmp")
     assert seen(monitor) == (0o600, storage_uid, storage_uid)
 
 
@@ -170,10 +170,12 @@ async def test_the_lock_of_a_volume_is_in_the_kernel_and_refuses_a_foreign_stora
         await other.start()
         await other.open(volume)
 
-        with pytest.raises(InUse, match="another process holds the volume"):
+        with pytest.raises(InUse, match="a process holds the volume"):
             await other.attach(volume, IDS.uid())
 
         assert other.workers() == []
+        owner = (node.layout.volume(volume) / "disk.raw").stat().st_uid
+        assert owner == node.layout.storage_uid(0)
 
 
 async def test_a_read_only_attachment_refuses_writes_and_still_says_write_back(node: Node) -> None:
@@ -250,7 +252,7 @@ async def test_root_is_refused_as_the_uid_of_a_storage_daemon(node: Node) -> Non
     volume = IDS.uid()
     await node.open(volume)
     request = wire.AttachVolumeToVm(
-        meta=wire.CallMeta(operation_id="op-1", generation=1),
+        meta=meta(),
         volume_id=volume,
         vm_id=IDS.uid(),
         storage_uid=0,
