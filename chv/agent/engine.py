@@ -8,119 +8,185 @@ outside of `run`; when it ends nothing in the world is touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import msgspec
+import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 
+from chv.agent import queries
+from chv.agent.actors import Reconciler, Worker, Workers
+from chv.agent.context import Context
+from chv.agent.image.reconciler import ImageReconciler
+from chv.agent.ledger import Ledger
+from chv.agent.mutations import Mutations
+from chv.agent.network.reconciler import NetworkReconciler
 from chv.agent.ports import OnProgress, World
+from chv.agent.queries import VmAccess
+from chv.agent.records import FINAL_STATES, AgentStore, StoredObject
+from chv.agent.recovery import RecoveryReport, take_census
+from chv.agent.vm.reconciler import VmReconciler
+from chv.agent.volume.reconciler import VolumeReconciler
+from chv.common.errors import DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
+from chv.common.wire.agent import Operation
 from chv.common.wire.stord import StorageEvent
 
+__all__ = ["Engine", "RecoveryReport", "VmAccess"]
 
-@dataclass(kw_only=True)
-class RecoveryReport:
-    """What the census before the first action found. Names are `namespace/name`."""
-
-    adopted: list[str] = field(default_factory=list)  # a VMM that lives, intent or record
-    gone: list[str] = field(default_factory=list)  # recorded, proven dead
-    unknown: list[str] = field(default_factory=list)  # in doubt: phase Unknown, never spawned
-    orphans: list[str] = field(default_factory=list)  # worker ids that no record explains
-
-
-class VmAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach into a VM."""
-
-    vm_uid: str
-    nic_id: str
-    address: str
-    host_key: str
-    guest_ports: tuple[int, ...]
+RECONCILERS: dict[str, Callable[[Context, str], Reconciler]] = {
+    "VirtualMachine": VmReconciler,
+    "Volume": VolumeReconciler,
+    "Network": NetworkReconciler,
+    "Image": ImageReconciler,
+}
 
 
 class Engine:
     """See the module. Made with a store and a world; works inside `run`."""
 
-    def __init__(self, store: object, world: World) -> None: ...
+    def __init__(self, store: AgentStore, world: World) -> None:
+        self._ledger = Ledger(store)
+        self._workers = Workers(self._worker)
+        self._context = Context(world, self._ledger, self._workers.wake)
+        self._mutations = Mutations(self._context, self._workers)
 
     async def load(self) -> None:
         """Read the store into memory: from here on reads answer. No effect on the world."""
-        raise NotImplementedError
+        await self._ledger.load()
 
     async def recover(self) -> RecoveryReport:
         """Judge every worker record and open spawn intent before any action; adopt what lives."""
-        raise NotImplementedError
+        return await take_census(self._context)
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
         """Reconcile until cancelled. Call `load`, then `recover`, then start this in a group."""
-        raise NotImplementedError
+        async with anyio.create_task_group() as group:
+            self._workers.attach(group)
+            for stored in self._ledger.tables.objects.values():
+                self._workers.ensure(stored)
+            task_status.started()
+            await anyio.sleep_forever()
+
+    def _worker(self, stored: StoredObject) -> Worker:
+        reconciler = RECONCILERS[stored.resource.kind](self._context, stored.uid)
+        return Worker(self._context, stored.uid, reconciler)
 
     # --- mutations: durable when they return
+
     async def apply(self, request: api.Apply) -> api.ApplyReply:
         """Check all objects, then store all in one transaction, an operation per change."""
-        raise NotImplementedError
+        return await self._mutations.apply(request)
 
     async def delete(self, request: api.DeleteObject) -> api.OperationReply:
         """Mark for deletion; IN_USE names who still needs it."""
-        raise NotImplementedError
+        return await self._mutations.delete(request)
 
     async def act(self, request: api.ActOnVm) -> api.OperationReply:
         """Start, stop, restart or reset."""
-        raise NotImplementedError
+        return await self._mutations.act(request)
 
     async def import_image(
         self, request: api.ImportImage, on_progress: OnProgress | None = None
     ) -> api.ImportImageReply:
         """Store an artifact and (re)define the Image that has it."""
-        raise NotImplementedError
+        return await self._mutations.import_image(request, on_progress)
 
     # --- reads: from memory
+
     def get(self, request: api.ObjectRef) -> api.ObjectReply:
         """One object."""
-        raise NotImplementedError
+        stored = queries.require(self._context, request.kind, request.namespace, request.name)
+        return queries.reply(self._context, stored)
 
     def list(self, request: api.ListObjects) -> api.ListReply:
         """All objects of a kind, by namespace and name."""
-        raise NotImplementedError
+        return queries.listing(self._context, request.kind, request.namespace)
 
     async def get_operation(self, request: api.OperationRef) -> api.OperationReply:
         """One operation with its steps."""
-        raise NotImplementedError
+        return api.OperationReply(operation=await self._operation(request.operation_id))
 
     async def list_operations(self, request: api.ListOperations) -> api.ListOperationsReply:
         """Newest first, without steps."""
-        raise NotImplementedError
+        if request.active_only:
+            active = queries.active_operations(self._context, request)
+            return api.ListOperationsReply(operations=active)
+        found = await self._ledger.store.operations(
+            kind=request.kind, namespace=request.namespace, name=request.name, limit=request.limit
+        )
+        return api.ListOperationsReply(operations=found)
 
     async def wait_operation(self, request: api.WaitOperation) -> api.OperationReply:
         """The operation once it is final; DeadlineExceeded before."""
-        raise NotImplementedError
+        with anyio.move_on_after(request.timeout_s):
+            while True:
+                changed = self._ledger.operations.event(request.operation_id)
+                operation = await self._operation(request.operation_id)
+                if operation.state in FINAL_STATES:
+                    return api.OperationReply(operation=operation)
+                await changed.wait()
+        raise DeadlineExceeded(
+            f"not final within {request.timeout_s:g} s", resource=request.operation_id
+        )
 
     async def wait_condition(self, request: api.WaitCondition) -> api.ObjectReply:
-        """The object once the condition holds; FailedPrecondition when it no longer can."""
-        raise NotImplementedError
+        """The object once the condition holds; FailedPrecondition when it no longer can.
+
+        `deleted` answers with the object as it was last seen.
+        """
+        stored = queries.require(self._context, request.kind, request.namespace, request.name)
+        uid = stored.uid
+        with anyio.move_on_after(request.timeout_s):
+            while True:
+                changed = self._ledger.objects.event(uid)
+                now = self._context.stored(uid)
+                if now is None:
+                    if request.condition == "deleted":
+                        return queries.reply(self._context, stored)
+                    raise NotFound("it was deleted meanwhile", resource=stored.title)
+                stored = now
+                if request.condition != "deleted" and queries.fulfilled(stored, request):
+                    return queries.reply(self._context, stored)
+                queries.refuse_hopeless(stored, request)
+                await changed.wait()
+        raise DeadlineExceeded(
+            f"{request.condition} does not hold after {request.timeout_s:g} s",
+            resource=stored.title,
+        )
 
     def vm_access(self, name: str, namespace: str, interface: str = "") -> VmAccess:
         """NIC, address and pinned host key of a VM; NotFound, FailedPrecondition."""
-        raise NotImplementedError
+        return queries.vm_access(self._context, name, namespace, interface)
 
     def vm_uid(self, name: str, namespace: str) -> str:
         """The uid of a VM by name; NotFound."""
-        raise NotImplementedError
+        return queries.require(self._context, "VirtualMachine", namespace, name).uid
 
     def counts(self) -> dict[str, int]:
         """Objects by kind, and VMs by phase (`vm.Running`), for the node's status."""
-        raise NotImplementedError
+        return queries.counts(self._context)
 
     # --- hints from outside; safe at any time, in any order, any number of times
+
     def notify_vmm_exit(self, vm_uid: str) -> None:
         """A VMM seems to have ended or changed: look at that VM now."""
-        raise NotImplementedError
+        self._workers.wake(vm_uid)
 
     def notify_storage_event(self, event: StorageEvent) -> None:
         """A storage daemon was lost or is back: look at that VM now."""
-        raise NotImplementedError
+        self._workers.wake(event.vm_id)
 
     def notify_daemon_ready(self, name: str) -> None:
         """stord or nwd (or the node's readiness) came back: look at everything now."""
-        raise NotImplementedError
+        self._workers.insist_all()
+
+    def bugs(self) -> tuple[str, ...]:
+        """What the firewall between objects caught last: bugs of ours, for the node's status."""
+        return tuple(self._context.bugs)
+
+    async def _operation(self, operation_id: str) -> Operation:
+        operation = await self._ledger.operation(operation_id)
+        if operation is None:
+            raise NotFound(f"there is no operation {operation_id!r}")
+        return operation

@@ -49,6 +49,7 @@ class Tables:
         self.by_key = {stored.key: stored.uid for stored in snapshot.objects}
         self.workers = {row.vm_uid: row for row in snapshot.workers}
         self.operations = {operation.id: operation for operation in snapshot.operations}
+        self.active = {operation.uid: operation.id for operation in snapshot.operations}
         self.requests: dict[str, RequestRow] = {}
         self.tombstones: dict[str, Tombstone] = {}
 
@@ -71,6 +72,11 @@ class Tables:
             workers=tuple(self.workers.values()),
             operations=tuple(o for o in self.operations.values() if o.state not in FINAL_STATES),
         )
+
+    def active_operation(self, uid: str) -> Operation | None:
+        """Return the operation that is under way on an object."""
+        operation_id = self.active.get(uid)
+        return self.operations[operation_id] if operation_id is not None else None
 
     def find(self, kind: str, namespace: str, name: str) -> StoredObject | None:
         """Return the live object of that name."""
@@ -152,6 +158,10 @@ class Tables:
             raise Conflict("a final operation does not change", resource=operation.id)
         steps = existing.steps if existing is not None else []
         self._set(self.operations, operation.id, _replace(operation, steps=steps), undo)
+        if operation.state not in FINAL_STATES:
+            self._set(self.active, operation.uid, operation.id, undo)
+        elif self.active.get(operation.uid) == operation.id:
+            self._drop(self.active, operation.uid, undo)
 
     def _put_step(self, change: PutStep, undo: list[Undo]) -> None:
         existing = self.operations.get(change.operation_id)

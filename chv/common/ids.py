@@ -48,3 +48,8 @@ class Ids:
 def short_uid(uid: str) -> str:
     """Return the first 10 hexadecimal digits of a UUID, for names with a tight length limit."""
     return uid.replace("-", "")[:SHORT_UID_LENGTH]
+
+
+def derived_uid(parent_uid: str, name: str) -> str:
+    """Return the uid of a part of an object: the same for the same parent and name, for ever."""
+    return str(uuid.uuid5(uuid.UUID(parent_uid), name))

@@ -1,0 +1,246 @@
+"""What may become desired state: parsed objects against those that are there.
+
+`admit` checks all objects of a request and returns the changes for all of them, or raises and
+changes nothing. Pure but for `Context`'s ids and clock; the question to nwd whether a network
+fits is asked by the engine, before. Errors name object, field, value and fix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from chv.agent.admission_rules import check_change, check_references, check_shared
+from chv.agent.context import Context
+from chv.agent.records import Change, PutObject, StoredObject, VmFacts
+from chv.agent.tables import Tables
+from chv.common.errors import (
+    Conflict,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+)
+from chv.common.wire.agent import AppliedObject
+from chv.common.wire.resources import (
+    APPLY_ORDER,
+    ObjectMeta,
+    Resource,
+    RunStrategy,
+    VirtualMachine,
+)
+
+_replace = msgspec.structs.replace
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What a request leads to, in the order in which the objects are applied."""
+
+    changes: tuple[Change, ...]
+    results: tuple[AppliedObject, ...]
+    stored: tuple[StoredObject, ...]  # as they will be, changed ones only
+
+
+def ordered(resources: list[Resource]) -> list[Resource]:
+    """Return the objects in the order of apply; refuse one object given twice."""
+    seen: set[tuple[str, str, str]] = set()
+    for resource in resources:
+        key = (resource.kind, resource.metadata.namespace, resource.metadata.name)
+        if key in seen:
+            raise InvalidArgument(
+                f"{key[0]} {key[1]}/{key[2]} is there twice",
+                resource=f"{key[0]} {key[1]}/{key[2]}",
+                field="metadata.name",
+                hint="give each object once",
+            )
+        seen.add(key)
+    return sorted(resources, key=lambda resource: APPLY_ORDER.index(resource.kind))
+
+
+def admit(context: Context, resources: list[Resource], requester: str, reason: str) -> Admitted:
+    """Check all objects against the tables and each other; return what is to be stored."""
+    tables = context.ledger.tables
+    future = _Future(context, tables)
+    for resource in resources:
+        future.add(resource)
+    for stored in future.after.values():
+        check_references(stored, future.find)
+    check_shared(tables, future.after)
+    return future.admitted(requester, reason)
+
+
+class _Future:
+    """The objects as they will be, on top of those that are."""
+
+    def __init__(self, context: Context, tables: Tables) -> None:
+        self._context = context
+        self._tables = tables
+        self._actions: list[tuple[StoredObject, str]] = []
+        self.after: dict[str, StoredObject] = {}  # changed or new ones by uid
+        self._slots = {o.facts.slot for o in tables.objects.values() if o.facts is not None}
+
+    def add(self, resource: Resource) -> None:
+        metadata = resource.metadata
+        before = self._tables.find(resource.kind, metadata.namespace, metadata.name)
+        if before is None:
+            self._add(self._created(resource), "created")
+            return
+        if before.deleting:
+            raise FailedPrecondition(
+                "it is being deleted",
+                resource=before.title,
+                hint="wait until it is gone, then apply again",
+            )
+        self._compare_and_set(before, metadata)
+        after = self._updated(before, resource)
+        if after is before:
+            self._actions.append((before, "unchanged"))
+            return
+        check_change(self._tables, before, after)
+        self._add(after, "configured")
+
+    def find(self, kind: str, namespace: str, name: str) -> StoredObject | None:
+        """Return the object as it will be."""
+        for stored in self.after.values():
+            if stored.key == (kind, namespace, name):
+                return stored
+        return self._tables.find(kind, namespace, name)
+
+    def admitted(self, requester: str, reason: str) -> Admitted:
+        changes: list[Change] = []
+        results = []
+        for stored, action in self._actions:
+            metadata = stored.resource.metadata
+            operation_id = ""
+            if action != "unchanged":
+                verb = "create" if action == "created" else "update"
+                operation = self._context.operations.new(verb, stored, requester, reason)
+                operation_id = operation.id
+                changes += [
+                    PutObject(object=stored),
+                    *self._context.operations.superseding(operation),
+                ]
+            results.append(
+                AppliedObject(
+                    kind=stored.resource.kind,
+                    namespace=metadata.namespace,
+                    name=metadata.name,
+                    uid=metadata.uid,
+                    generation=metadata.generation,
+                    action=action,
+                    operation_id=operation_id,
+                )
+            )
+        return Admitted(tuple(changes), tuple(results), tuple(self.after.values()))
+
+    def _add(self, stored: StoredObject, action: str) -> None:
+        self.after[stored.uid] = stored
+        self._actions.append((stored, action))
+
+    def _revision(self) -> str:
+        return str(self._context.ledger.next_revision(len(self.after) + 1))
+
+    def _created(self, resource: Resource) -> StoredObject:
+        given = resource.metadata
+        if given.uid or given.resource_version:
+            raise Conflict(
+                "there is no such object, yet the file names its uid or resourceVersion",
+                resource=f"{resource.kind} {given.namespace}/{given.name}",
+                field="metadata.uid" if given.uid else "metadata.resourceVersion",
+                hint="leave both out to create it",
+            )
+        metadata = ObjectMeta(
+            name=given.name,
+            namespace=given.namespace,
+            uid=self._context.world.ids.uid(),
+            generation=1,
+            resource_version=self._revision(),
+            labels=given.labels,
+            annotations=given.annotations,
+            finalizers=given.finalizers,
+            owner_references=given.owner_references,
+            creation_timestamp=self._context.now(),
+        )
+        made = _replace(resource, metadata=metadata, status=None)
+        return StoredObject(resource=made, facts=self._facts(made))
+
+    def _facts(self, resource: Resource) -> VmFacts | None:
+        if not isinstance(resource, VirtualMachine):
+            return None
+        vms_max = self._context.world.limits.vms_max
+        slot = next((n for n in range(vms_max) if n not in self._slots), None)
+        if slot is None:
+            raise ResourceExhausted(
+                f"there are {vms_max} VMs, as many as limits.vms_max allows",
+                resource=f"VirtualMachine {resource.metadata.name}",
+                hint="delete one, or raise limits.vms_max",
+            )
+        self._slots.add(slot)
+        return VmFacts(slot=slot, last_strategy=_running(resource.spec.run_strategy))
+
+    def _compare_and_set(self, before: StoredObject, given: ObjectMeta) -> None:
+        current = before.resource.metadata
+        if given.uid and given.uid != current.uid:
+            raise Conflict(
+                f"the object of that name is {current.uid}, not {given.uid}",
+                resource=before.title,
+                field="metadata.uid",
+                hint="it was deleted and made again; get it afresh",
+            )
+        if given.resource_version and given.resource_version != current.resource_version:
+            raise Conflict(
+                f"resourceVersion is {current.resource_version}, not {given.resource_version}",
+                resource=before.title,
+                field="metadata.resourceVersion",
+                hint="somebody changed it; get it afresh and apply again",
+            )
+
+    def _updated(self, before: StoredObject, resource: Resource) -> StoredObject:
+        old, new = before.resource.metadata, resource.metadata
+        same_spec = before.resource.spec == resource.spec
+        metadata = _replace(
+            old,
+            generation=old.generation if same_spec else old.generation + 1,
+            labels=new.labels,
+            annotations=new.annotations,
+            finalizers=new.finalizers,
+            owner_references=new.owner_references,
+        )
+        if same_spec and metadata == old:
+            return before
+        metadata = _replace(metadata, resource_version=self._revision())
+        made = _replace(resource, metadata=metadata, status=before.resource.status)
+        return StoredObject(resource=made, facts=_facts_after(before, made))
+
+
+def _facts_after(before: StoredObject, after: Resource) -> VmFacts | None:
+    """A new spec takes back that the node gave up; changed interfaces are a new NIC generation."""
+    facts = before.facts
+    if facts is None or not isinstance(after, VirtualMachine):
+        return None
+    assert isinstance(before.resource, VirtualMachine)
+    if before.resource.spec == after.spec:
+        return facts
+    strategy = after.spec.run_strategy
+    generation = facts.nic_generation
+    if _nic_part(before.resource) != _nic_part(after):
+        generation = after.metadata.generation
+    halted = strategy is RunStrategy.HALTED
+    return _replace(
+        facts,
+        nic_generation=generation,
+        given_up="",
+        last_strategy=facts.last_strategy if halted else strategy,
+        force_stop=False,
+        stop_reason="runStrategy is Halted" if halted else "",
+    )
+
+
+def _nic_part(vm: VirtualMachine) -> object:
+    spec = vm.spec
+    return (spec.interfaces, spec.guest_ports, spec.cloud_init.hostname)
+
+
+def _running(strategy: RunStrategy) -> RunStrategy:
+    return RunStrategy.RERUN_ON_FAILURE if strategy is RunStrategy.HALTED else strategy

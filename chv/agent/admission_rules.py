@@ -1,0 +1,207 @@
+"""Rules of admission that look at more than one object. Pure: no ids, no clock, no calls."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable
+
+from chv.agent.records import StoredObject
+from chv.agent.references import references, referrers
+from chv.agent.tables import Tables
+from chv.common.errors import FailedPrecondition, InUse, InvalidArgument
+from chv.common.names import shown
+from chv.common.quantity import parse_bytes
+from chv.common.wire.resources import Image, Network, Resource, VirtualMachine, Volume
+
+Find = Callable[[str, str, str], StoredObject | None]
+
+
+def check_change(tables: Tables, before: StoredObject, after: StoredObject) -> None:
+    """Refuse what may not change, or not now."""
+    match before.resource, after.resource:
+        case Volume() as old, Volume() as new:
+            _check_volume(before, old, new)
+        case Network() as old_network, Network() as new_network:
+            _check_network(before, old_network, new_network)
+        case VirtualMachine() as old_vm, VirtualMachine() as new_vm:
+            _check_vm(tables, before, old_vm, new_vm)
+        case Image() as old_image, Image() as new_image:
+            _check_image(tables, before, old_image, new_image)
+        case _:
+            raise AssertionError("an object does not change its kind")
+
+
+def check_references(stored: StoredObject, find: Find) -> None:
+    """Refuse names of objects that are neither there nor in the same request."""
+    for reference in references(stored.resource):
+        kind, namespace, name = reference.key
+        found = find(*reference.key)
+        if found is None:
+            raise InvalidArgument(
+                f"there is no {kind} {name!r} in namespace {namespace}",
+                resource=stored.title,
+                field=reference.field,
+                hint=f"apply the {kind} before, or in the same file",
+            )
+        if found.deleting:
+            raise FailedPrecondition(
+                f"{found.title} is being deleted",
+                resource=stored.title,
+                field=reference.field,
+                hint="wait until it is gone, then apply both",
+            )
+        _check_referred(stored, reference.field, found.resource)
+
+
+def check_shared(tables: Tables, after: dict[str, StoredObject]) -> None:
+    """Refuse a volume or an address that two VMs would have."""
+    vms = [o for o in tables.of_kind("VirtualMachine") if o.uid not in after]
+    vms += [o for o in after.values() if o.resource.kind == "VirtualMachine"]
+    holders: dict[tuple[str, str, str], StoredObject] = {}
+    # Those that are there come first: the newcomer is the one that is refused.
+    for stored in sorted(vms, key=lambda o: o.uid in after):
+        for field, key, words in _exclusive(stored.resource):
+            holder = holders.setdefault(key, stored)
+            if holder is not stored:
+                raise InUse(
+                    f"{words} is used by {holder.title}",
+                    resource=stored.title,
+                    field=field,
+                    hint=f"take another, or delete {holder.title} first",
+                )
+
+
+def check_delete(tables: Tables, stored: StoredObject) -> None:
+    """Refuse to delete what an object still needs that is not being deleted itself."""
+    holders = [holder for holder in referrers(tables, stored.key) if not holder.deleting]
+    if holders:
+        names = ", ".join(holder.title for holder in holders[:5])
+        raise InUse(
+            f"{stored.title} is used by {names}",
+            resource=stored.title,
+            hint=f"delete {names} first",
+        )
+
+
+# --- immutable fields
+
+
+def _check_volume(before: StoredObject, old: Volume, new: Volume) -> None:
+    _refuse_changed(before, "spec.class", old.spec.class_, new.spec.class_)
+    _refuse_changed(before, "spec.format", old.spec.format, new.spec.format)
+    _refuse_changed(before, "spec.source", old.spec.source, new.spec.source)
+    if parse_bytes(new.spec.size) < parse_bytes(old.spec.size):
+        raise InvalidArgument(
+            f"{shown(new.spec.size)} is less than {shown(old.spec.size)}",
+            resource=before.title,
+            field="spec.size",
+            hint="a volume only grows",
+        )
+
+
+def _check_network(before: StoredObject, old: Network, new: Network) -> None:
+    _refuse_changed(before, "spec.subnet", old.spec.subnet, new.spec.subnet)
+    _refuse_changed(before, "spec.gateway", old.spec.gateway, new.spec.gateway)
+
+
+def _check_image(tables: Tables, before: StoredObject, old: Image, new: Image) -> None:
+    if old.spec == new.spec:
+        return
+    holders = referrers(tables, before.key)
+    if holders:
+        raise InUse(
+            f"it is used by {holders[0].title}, so its files may not change",
+            resource=before.title,
+            field="spec",
+            hint="import the new files as an Image of another name",
+        )
+
+
+def _check_vm(
+    tables: Tables, before: StoredObject, old: VirtualMachine, new: VirtualMachine
+) -> None:
+    assert before.facts is not None
+    if before.facts.selection is not None:
+        _refuse_changed(before, "spec.vmm", old.spec.vmm, new.spec.vmm)
+    if before.uid not in tables.workers:
+        return
+    for field, was, now in (
+        ("spec.disks", old.spec.disks, new.spec.disks),
+        ("spec.interfaces", old.spec.interfaces, new.spec.interfaces),
+        ("spec.boot.image", old.spec.boot.image, new.spec.boot.image),
+    ):
+        if was != now:
+            raise FailedPrecondition(
+                "it cannot change while the VM runs",
+                resource=before.title,
+                field=field,
+                hint=f"chv stop {new.metadata.name}, then apply again",
+            )
+
+
+def _refuse_changed(before: StoredObject, field: str, was: object, now: object) -> None:
+    if was != now:
+        raise InvalidArgument(
+            f"{shown(now)} instead of {shown(was)}: it is fixed at creation",
+            resource=before.title,
+            field=field,
+            hint="delete the object and make it anew, or take another name",
+        )
+
+
+# --- what only one may have
+
+
+def _exclusive(resource: Resource) -> Iterable[tuple[str, tuple[str, str, str], str]]:
+    if not isinstance(resource, VirtualMachine):
+        return
+    namespace = resource.metadata.namespace
+    for index, disk in enumerate(resource.spec.disks):
+        field = f"spec.disks[{index}].volume"
+        yield field, ("volume", namespace, disk.volume), f"volume {disk.volume!r}"
+    for index, nic in enumerate(resource.spec.interfaces):
+        place = f"{namespace}/{nic.network}"
+        if nic.address:
+            field = f"spec.interfaces[{index}].address"
+            yield field, ("address", place, nic.address), f"address {nic.address}"
+        if nic.mac:
+            field = f"spec.interfaces[{index}].mac"
+            yield field, ("mac", place, str(nic.mac)), f"MAC address {nic.mac}"
+
+
+def _check_referred(stored: StoredObject, field: str, found: Resource) -> None:
+    """Refuse a reference that can never work."""
+    if isinstance(found, Image) and not found.spec.builtin:
+        needs_disk = isinstance(stored.resource, Volume)
+        if needs_disk and found.spec.disk is None:
+            raise InvalidArgument(
+                f"image {found.metadata.name!r} has no disk", resource=stored.title, field=field
+            )
+        if not needs_disk and found.spec.kernel is None:
+            raise InvalidArgument(
+                f"image {found.metadata.name!r} has no kernel",
+                resource=stored.title,
+                field=field,
+                hint="leave spec.boot.image empty to boot from the first disk",
+            )
+    if isinstance(found, Network) and isinstance(stored.resource, VirtualMachine):
+        _check_address(stored, found, field)
+
+
+def _check_address(stored: StoredObject, network: Network, field: str) -> None:
+    assert isinstance(stored.resource, VirtualMachine)
+    subnet = ipaddress.IPv4Network(network.spec.subnet)
+    for index, nic in enumerate(stored.resource.spec.interfaces):
+        where = f"spec.interfaces[{index}]"
+        if not nic.address or not field.startswith(f"{where}."):
+            continue
+        address = ipaddress.IPv4Address(nic.address)
+        gateway = network.spec.gateway or str(subnet.network_address + 1)
+        taken = {str(subnet.network_address), str(subnet.broadcast_address), gateway}
+        if address not in subnet or nic.address in taken:
+            raise InvalidArgument(
+                f"{nic.address} is not a guest address of {subnet}",
+                resource=stored.title,
+                field=f"{where}.address",
+                hint="leave it empty to have one chosen",
+            )

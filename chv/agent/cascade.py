@@ -1,0 +1,74 @@
+"""The end of an object for good, and what goes with it by ownerReferences."""
+
+from __future__ import annotations
+
+import msgspec
+
+from chv.agent.context import Context
+from chv.agent.records import Change, PutObject, RemoveObject, StoredObject, Tombstone
+from chv.common.wire.agent import OperationState
+
+_replace = msgspec.structs.replace
+
+
+async def finish_delete(context: Context, uid: str) -> None:
+    """Replace an object by its tombstone, end its operation, let its dependents go."""
+    async with context.ledger.writing() as tables:
+        stored = tables.objects.get(uid)
+        if stored is None:
+            return
+        await context.ledger.commit_held(*_removal(context, stored))
+    context.wake_referred(stored)
+    for dependent in _dependents(context, stored):
+        context.wake(dependent.uid)
+
+
+def _removal(context: Context, stored: StoredObject) -> list[Change]:
+    kind, namespace, name = stored.key
+    tombstone = Tombstone(
+        uid=stored.uid,
+        kind=kind,
+        namespace=namespace,
+        name=name,
+        generation=stored.resource.metadata.generation,
+        revision=context.ledger.next_revision(),
+        deleted_at=context.now(),
+    )
+    operation = context.operations.current(stored.uid)
+    ended: list[Change] = []
+    if operation is not None:
+        ended = context.operations.ending(operation, OperationState.SUCCEEDED, "deleted")
+    return [RemoveObject(tombstone=tombstone), *ended, *_deleting_dependents(context, stored)]
+
+
+def _deleting_dependents(context: Context, owner: StoredObject) -> list[Change]:
+    changes: list[Change] = []
+    for ahead, dependent in enumerate(_dependents(context, owner), start=2):
+        revision = context.ledger.next_revision(ahead)
+        marked = marked_deleting(dependent, context.now(), revision)
+        operation = context.operations.new(
+            "delete", dependent, "system", f"its owner {owner.title} is deleted"
+        )
+        changes += [PutObject(object=marked), *context.operations.superseding(operation)]
+    return changes
+
+
+def _dependents(context: Context, owner: StoredObject) -> list[StoredObject]:
+    return [
+        stored
+        for stored in context.ledger.tables.objects.values()
+        if not stored.deleting
+        and any(ref.uid == owner.uid for ref in stored.resource.metadata.owner_references)
+    ]
+
+
+def marked_deleting(stored: StoredObject, moment: str, revision: int) -> StoredObject:
+    """Return the object with its deletion asked for; that is a new generation."""
+    metadata = stored.resource.metadata
+    marked = _replace(
+        metadata,
+        deletion_timestamp=moment,
+        generation=metadata.generation + 1,
+        resource_version=str(revision),
+    )
+    return _replace(stored, resource=_replace(stored.resource, metadata=marked))

@@ -1,0 +1,112 @@
+"""What all reconcilers share: the world, the ledger, the journal, lists of the daemons, wake-ups.
+
+A plain bundle with the few helpers that every kind of object needs. No state of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import msgspec
+
+from chv.agent.ledger import Ledger
+from chv.agent.listing import Listing
+from chv.agent.operations import Operations
+from chv.agent.ports import Caller, P, R, World
+from chv.agent.records import PutStatus, Status, StoredObject
+from chv.agent.references import references, referrers
+from chv.agent.starts import StartQueue
+from chv.common.clock import timestamp
+from chv.common.rpc import Method
+from chv.common.wire import nwd, stord
+from chv.common.wire.types import CallMeta, Empty
+
+BUGS_MAX = 20
+CALLS_MAX = 32  # at a time to each daemon; it serves twice as many
+
+
+class _Limited:
+    """A caller with a bound on calls at a time."""
+
+    def __init__(self, inner: Caller) -> None:
+        self._inner = inner
+        self._limiter = anyio.Semaphore(CALLS_MAX)
+
+    async def call(self, method: Method[P, R], params: P) -> R:
+        async with self._limiter:
+            return await self._inner.call(method, params)
+
+
+class Context:
+    """See the module. `wake` looks at one object now."""
+
+    def __init__(self, world: World, ledger: Ledger, wake: Callable[[str], None]) -> None:
+        self.world = world
+        self.ledger = ledger
+        self.operations = Operations(ledger, world.clock, world.ids)
+        self.wake = wake
+        self.stord: Caller = _Limited(world.stord)
+        self.nwd: Caller = _Limited(world.nwd)
+        self.starts = StartQueue(world.limits.parallel_starts, wake)
+        self.strangers: dict[str, str] = {}  # short uid of a VM -> worker id nobody recorded
+        self.volumes = Listing(lambda: self.stord.call(stord.LIST_VOLUMES, Empty()))
+        self.sessions = Listing(lambda: self.stord.call(stord.LIST_SESSIONS, Empty()))
+        self.networks = Listing(lambda: self.nwd.call(nwd.LIST_NETWORKS, Empty()))
+        self.nics = Listing(lambda: self.nwd.call(nwd.LIST_NICS, Empty()))
+        self.bugs: deque[str] = deque(maxlen=BUGS_MAX)  # what the firewall caught
+        self.seen_at: dict[str, float] = {}  # monotonic time of the last full look at an object
+
+    def stored(self, uid: str) -> StoredObject | None:
+        """Return an object from memory."""
+        return self.ledger.tables.objects.get(uid)
+
+    def now(self) -> str:
+        """Return the stamp of this moment."""
+        return timestamp(self.world.clock.now())
+
+    def meta(self, operation_id: str, generation: int) -> CallMeta:
+        """Return who asks for which generation, for a call to a daemon."""
+        return CallMeta(operation_id=operation_id, generation=generation)
+
+    def looked_at(self, uid: str) -> None:
+        """Remember that an object was observed just now."""
+        self.seen_at[uid] = self.world.clock.monotonic()
+
+    async def publish(self, stored: StoredObject, status: Status) -> None:
+        """Store and show a status where it tells more than another moment of looking."""
+        current = self.stored(stored.uid)
+        if current is None or same_status(current.resource.status, status):
+            return
+        before = current.resource.status
+        await self.ledger.commit(PutStatus(uid=stored.uid, status=status))
+        if phase_of(before) != phase_of(status):
+            self.wake_referrers(current)
+
+    def wake_referrers(self, stored: StoredObject) -> None:
+        """Look at those who refer to an object: it has changed."""
+        for referrer in referrers(self.ledger.tables, stored.key):
+            self.wake(referrer.uid)
+
+    def wake_referred(self, stored: StoredObject) -> None:
+        """Look at those whom an object refers to: it let go of them."""
+        for reference in references(stored.resource):
+            found = self.ledger.tables.find(*reference.key)
+            if found is not None:
+                self.wake(found.uid)
+
+
+def phase_of(status: Status | None) -> str:
+    """Return the phase, Pending where there is no status yet."""
+    return str(status.phase) if status is not None else "Pending"
+
+
+def same_status(before: Status | None, now: Status) -> bool:
+    """Compare without the moments of looking."""
+    return before is not None and _unprobed(before) == _unprobed(now)
+
+
+def _unprobed(status: Status) -> Status:
+    conditions = [msgspec.structs.replace(each, last_probe_time="") for each in status.conditions]
+    return msgspec.structs.replace(status, conditions=conditions)

@@ -1,0 +1,1 @@
+"""Images: imported into the node's store, removed when nobody needs them."""

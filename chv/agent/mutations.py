@@ -1,0 +1,296 @@
+"""Changes of desired state: checked against everything, then durable in one transaction.
+
+Whatever is refused has changed nothing. An Idempotency-Key answers a repeated request with what
+was recorded for the first; an identical request on the same object joins the one under way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from chv.agent import queries
+from chv.agent.actors import Workers
+from chv.agent.admission import Admitted, admit, ordered
+from chv.agent.admission_rules import check_delete
+from chv.agent.cascade import marked_deleting
+from chv.agent.context import Context
+from chv.agent.network.reconciler import topology
+from chv.agent.ports import ArtifactInfo, OnProgress
+from chv.agent.records import Change, PutObject, PutRequest, RequestRow, StoredObject
+from chv.agent.verbs import acted
+from chv.common.errors import ChvError, Conflict, FailedPrecondition
+from chv.common.wire import agent as api
+from chv.common.wire import nwd
+from chv.common.wire.agent import Operation
+from chv.common.wire.manifest import encode, parse
+from chv.common.wire.resources import (
+    Image,
+    ImageDisk,
+    ImageFile,
+    ImageFormat,
+    ImageSpec,
+    Network,
+    ObjectMeta,
+    Resource,
+)
+
+_replace = msgspec.structs.replace
+
+
+class Mutations:
+    """See the module."""
+
+    def __init__(self, context: Context, workers: Workers) -> None:
+        self._context = context
+        self._workers = workers
+
+    # --- apply
+
+    async def apply(self, request: api.Apply) -> api.ApplyReply:
+        """Check all objects, then store all."""
+        self._context.world.gate.check("create")
+        resources = ordered([parse(raw) for raw in request.objects])
+        digest = _digest("apply", *map(encode, resources))
+        await self._check_networks(resources)
+        ledger = self._context.ledger
+        async with ledger.writing():
+            known = await self._recorded(request.idempotency_key, digest)
+            if known is not None:
+                return msgspec.json.decode(known.reply, type=api.ApplyReply)
+            admitted = admit(self._context, resources, request.requester, request.reason)
+            reply = api.ApplyReply(results=list(admitted.results))
+            if request.dry_run:
+                return _dry(reply)
+            remembered = self._remember(request.idempotency_key, digest, reply)
+            if admitted.changes or remembered:
+                await ledger.commit_held(*admitted.changes, *remembered)
+        self._start(admitted)
+        return reply
+
+    def _start(self, admitted: Admitted) -> None:
+        for stored in admitted.stored:
+            self._workers.ensure(stored)
+            self._context.wake_referrers(stored)
+
+    async def _check_networks(self, resources: list[Resource]) -> None:
+        """Ask nwd whether new networks fit with what the node has."""
+        for resource in resources:
+            if not isinstance(resource, Network):
+                continue
+            metadata = resource.metadata
+            known = self._context.ledger.tables.find("Network", metadata.namespace, metadata.name)
+            if known is not None:  # its subnet does not change
+                continue
+            probe = _replace(metadata, uid=self._context.world.ids.uid())
+            wanted = topology(_replace(resource, metadata=probe))
+            try:
+                await self._context.nwd.call(
+                    nwd.CHECK_NETWORK, nwd.CheckNetworkTopology(topology=wanted)
+                )
+            except ChvError as error:
+                error.resource = f"Network {metadata.namespace}/{metadata.name}"
+                raise
+
+    # --- delete
+
+    async def delete(self, request: api.DeleteObject) -> api.OperationReply:
+        """Mark an object for deletion."""
+        self._context.world.gate.check("delete")
+        ledger = self._context.ledger
+        async with ledger.writing() as tables:
+            stored = queries.require(self._context, request.kind, request.namespace, request.name)
+            if request.uid and request.uid != stored.uid:
+                raise Conflict(
+                    f"the object of that name is {stored.uid}, not {request.uid}",
+                    resource=stored.title,
+                )
+            current = tables.active_operation(stored.uid)
+            if stored.deleting and current is not None:
+                return api.OperationReply(operation=current, joined=True)
+            check_delete(tables, stored)
+            marked = stored
+            if not stored.deleting:
+                revision = ledger.next_revision()
+                marked = marked_deleting(_going(stored, request), self._context.now(), revision)
+            operation = self._context.operations.new(
+                "delete", marked, request.requester, request.reason
+            )
+            await ledger.commit_held(
+                PutObject(object=marked), *self._context.operations.superseding(operation)
+            )
+        self._workers.ensure(marked)
+        self._context.wake_referrers(marked)
+        return api.OperationReply(operation=operation)
+
+    # --- verbs
+
+    async def act(self, request: api.ActOnVm) -> api.OperationReply:
+        """Start, stop, restart or reset a VM."""
+        self._context.world.gate.check(request.verb.value)
+        # The key apart: the same request under another key is another request.
+        digest = _digest("act", msgspec.json.encode(_replace(request, idempotency_key="")))
+        ledger = self._context.ledger
+        async with ledger.writing() as tables:
+            known = await self._recorded(request.idempotency_key, digest)
+            if known is not None:
+                return await self._replayed(known)
+            stored = queries.require(
+                self._context, "VirtualMachine", request.namespace, request.name
+            )
+            operation = self._context.operations.new(
+                request.verb.value, stored, request.requester, request.reason
+            )
+            row = tables.workers.get(stored.uid)
+            after = acted(stored, row, request, operation.id)
+            current = tables.active_operation(stored.uid)
+            if current is not None and self._same(current, request, stored, after):
+                return api.OperationReply(operation=current, joined=True)
+            after = self._versioned(stored, after)
+            generation = after.resource.metadata.generation
+            operation = _replace(operation, generation=generation)
+            reply = api.OperationReply(operation=operation)
+            await ledger.commit_held(
+                PutObject(object=after),
+                *self._context.operations.superseding(operation),
+                *self._remember(request.idempotency_key, digest, reply),
+            )
+        self._workers.ensure(after)
+        return reply
+
+    @staticmethod
+    def _same(
+        current: Operation, request: api.ActOnVm, before: StoredObject, after: StoredObject
+    ) -> bool:
+        """Tell whether this very request is under way: then it is joined, not begun again."""
+        if current.verb != request.verb.value:
+            return False
+        if request.verb is api.VmVerb.RESET:
+            return before.facts is not None and bool(before.facts.reset_request)
+        facts, wanted = before.facts, after.facts
+        assert facts is not None and wanted is not None
+        forced = wanted.force_stop and not facts.force_stop
+        return before.resource.spec == after.resource.spec and not forced
+
+    def _versioned(self, before: StoredObject, after: StoredObject) -> StoredObject:
+        if before.resource.spec == after.resource.spec:
+            return after
+        metadata = before.resource.metadata
+        metadata = _replace(
+            metadata,
+            generation=metadata.generation + 1,
+            resource_version=str(self._context.ledger.next_revision()),
+        )
+        return _replace(after, resource=_replace(after.resource, metadata=metadata))
+
+    async def _replayed(self, known: RequestRow) -> api.OperationReply:
+        """Answer a repeated request with the operation as it is by now."""
+        reply = msgspec.json.decode(known.reply, type=api.OperationReply)
+        operation = await self._context.ledger.operation(reply.operation.id)
+        return api.OperationReply(operation=operation or reply.operation, joined=True)
+
+    # --- images
+
+    async def import_image(
+        self, request: api.ImportImage, on_progress: OnProgress | None
+    ) -> api.ImportImageReply:
+        """Store a file as an artifact, then apply the Image that has it."""
+        self._context.world.gate.check("create")
+        self._refuse_used_image(request)
+        info = await self._context.world.images.import_file(
+            request.path, request.sha256, request.format, on_progress
+        )
+        image = self._image_with(request, info)
+        try:
+            applied = await self.apply(
+                api.Apply(
+                    objects=[msgspec.Raw(encode(image))],
+                    requester=request.requester,
+                    reason=f"import of {request.path}"[:256],
+                )
+            )
+        except ChvError:
+            await self._drop_unclaimed(info.sha256)
+            raise
+        return api.ImportImageReply(
+            sha256=info.sha256,
+            size_bytes=info.size_bytes,
+            operation_id=applied.results[0].operation_id,
+        )
+
+    def _refuse_used_image(self, request: api.ImportImage) -> None:
+        """Say so before a long copy, not after it."""
+        stored = self._context.ledger.tables.find("Image", request.namespace, request.name)
+        if stored is None:
+            return
+        if stored.deleting:
+            raise FailedPrecondition("it is being deleted", resource=stored.title)
+        assert isinstance(stored.resource, Image)
+        current = getattr(stored.resource.spec, request.artifact)
+        if current is None or current.sha256 != request.sha256:
+            check_delete(self._context.ledger.tables, stored)
+
+    def _image_with(self, request: api.ImportImage, info: ArtifactInfo) -> Image:
+        stored = self._context.ledger.tables.find("Image", request.namespace, request.name)
+        spec = ImageSpec()
+        if stored is not None and isinstance(stored.resource, Image):
+            spec = _replace(stored.resource.spec, builtin="")
+        artifact: ImageFile | ImageDisk = ImageFile(path=request.path, sha256=info.sha256)
+        if request.artifact == "disk":
+            artifact = ImageDisk(
+                path=request.path, sha256=info.sha256, format=ImageFormat(info.format)
+            )
+        return Image(
+            metadata=ObjectMeta(name=request.name, namespace=request.namespace),
+            spec=_replace(spec, **{request.artifact: artifact}),
+        )
+
+    async def _drop_unclaimed(self, sha256: str) -> None:
+        images = self._context.ledger.tables.of_kind("Image")
+        if not any(sha256 in encode(image.resource).decode() for image in images):
+            await self._context.world.images.remove(sha256)
+
+    # --- idempotency keys
+
+    async def _recorded(self, key: str, digest: str) -> RequestRow | None:
+        if not key:
+            return None
+        known = await self._context.ledger.store.request(key)
+        if known is not None and known.digest != digest:
+            raise Conflict(
+                f"the key {key!r} was used for another request",
+                field="idempotency_key",
+                hint="use a new key for a new request",
+            )
+        return known
+
+    @staticmethod
+    def _remember(
+        key: str, digest: str, reply: api.ApplyReply | api.OperationReply
+    ) -> list[Change]:
+        if not key:
+            return []
+        body = msgspec.json.encode(reply)
+        return [PutRequest(request=RequestRow(key=key, digest=digest, reply=body))]
+
+
+def _dry(reply: api.ApplyReply) -> api.ApplyReply:
+    results = [_replace(result, operation_id="") for result in reply.results]
+    return api.ApplyReply(results=results)
+
+
+def _going(stored: StoredObject, request: api.DeleteObject) -> StoredObject:
+    if stored.facts is None:
+        return stored
+    reason = f"deleted by {request.requester}"
+    return _replace(stored, facts=_replace(stored.facts, stop_reason=reason))
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Networks: made and deleted through nwd."""

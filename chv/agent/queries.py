@@ -1,0 +1,162 @@
+"""Reads on the ledger: objects, counts, and whether a waiter's condition holds. From memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from chv.agent.conditions import holds
+from chv.agent.context import Context, phase_of
+from chv.agent.records import StoredObject
+from chv.agent.vm.desired import facts_of, nic_id, wants_to_run
+from chv.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from chv.common.wire import agent as api
+from chv.common.wire.agent import Operation
+from chv.common.wire.manifest import encode
+from chv.common.wire.resources import VM_CONDITIONS, VirtualMachine
+
+NEEDS_A_VMM = frozenset(VM_CONDITIONS) - {"Paused", "StorageLost"}
+
+
+class VmAccess(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach into a VM."""
+
+    vm_uid: str
+    nic_id: str
+    address: str
+    host_key: str
+    guest_ports: tuple[int, ...]
+
+
+def require(context: Context, kind: str, namespace: str, name: str) -> StoredObject:
+    """Return the object of that name; NotFound."""
+    stored = context.ledger.tables.find(kind, namespace, name)
+    if stored is None:
+        raise NotFound(f"there is no {kind} {name!r} in namespace {namespace}")
+    return stored
+
+
+def reply(context: Context, stored: StoredObject) -> api.ObjectReply:
+    """Return the object as JSON with the age of what it says."""
+    return api.ObjectReply(
+        object=msgspec.Raw(encode(stored.resource)), age_s=age_s(context, stored)
+    )
+
+
+def listing(context: Context, kind: str, namespace: str) -> api.ListReply:
+    """Return all objects of a kind; the age is that of the oldest observation."""
+    found = [
+        stored
+        for stored in context.ledger.tables.of_kind(kind)
+        if not namespace or stored.resource.metadata.namespace == namespace
+    ]
+    items = [msgspec.Raw(encode(stored.resource)) for stored in found]
+    age = max((age_s(context, stored) for stored in found), default=0.0)
+    return api.ListReply(items=items, age_s=age)
+
+
+def age_s(context: Context, stored: StoredObject) -> float:
+    """Return how long ago the object was looked at; -1 where it was not since the agent came."""
+    seen_at = context.seen_at.get(stored.uid)
+    return -1.0 if seen_at is None else context.world.clock.monotonic() - seen_at
+
+
+def active_operations(context: Context, request: api.ListOperations) -> list[Operation]:
+    """Return the operations under way, newest first, without steps."""
+    wanted = (request.kind, request.namespace, request.name)
+    tables = context.ledger.tables
+    found = []
+    for operation_id in reversed(tables.active.values()):
+        operation = tables.operations[operation_id]
+        target = (operation.kind, operation.namespace, operation.name)
+        if all(not want or want == have for want, have in zip(wanted, target, strict=True)):
+            found.append(msgspec.structs.replace(operation, steps=[]))
+    return found[: request.limit]
+
+
+def counts(context: Context) -> dict[str, int]:
+    """Return the number of objects by kind, and of VMs by phase."""
+    found: Counter[str] = Counter()
+    for stored in context.ledger.tables.objects.values():
+        found[stored.resource.kind] += 1
+        if stored.resource.kind == "VirtualMachine":
+            found[f"vm.{phase_of(stored.resource.status)}"] += 1
+    return dict(found)
+
+
+def vm_access(context: Context, name: str, namespace: str, interface: str) -> VmAccess:
+    """Return NIC, address and pinned host key of a VM."""
+    stored = require(context, "VirtualMachine", namespace, name)
+    vm = stored.resource
+    assert isinstance(vm, VirtualMachine)
+    chosen = [each for each in vm.spec.interfaces if not interface or each.name == interface]
+    if not chosen:
+        raise NotFound(f"it has no interface {interface!r}", resource=stored.title)
+    network = context.ledger.tables.find("Network", namespace, chosen[0].network)
+    shown = vm.status.interfaces if vm.status is not None else []
+    seen = next((each for each in shown if each.name == chosen[0].name), None)
+    if network is None or seen is None:
+        raise FailedPrecondition("its NIC is not there yet", resource=stored.title)
+    return VmAccess(
+        vm_uid=stored.uid,
+        nic_id=nic_id(stored.uid, chosen[0], network.uid),
+        address=seen.address,
+        host_key=facts_of(stored).host_key,
+        guest_ports=tuple(vm.spec.guest_ports),
+    )
+
+
+def fulfilled(stored: StoredObject, request: api.WaitCondition) -> bool:
+    """Tell whether the object is as the waiter wants it, as observed for its generation."""
+    status = stored.resource.status
+    kind, equals, value = request.condition.partition("=")
+    if equals and kind != "phase":
+        raise InvalidArgument(
+            f"{request.condition!r} is not a condition",
+            field="condition",
+            hint="a condition type, phase=NAME, or deleted",
+        )
+    if status is None or status.observed_generation < stored.resource.metadata.generation:
+        return False
+    if equals:
+        return phase_of(status) == value
+    return holds(status.conditions, kind, request.status)
+
+
+def refuse_hopeless(stored: StoredObject, request: api.WaitCondition) -> None:
+    """Raise FailedPrecondition where the object cannot get there without somebody's help."""
+    if request.condition == "deleted":
+        return
+    phase = phase_of(stored.resource.status)
+    if stored.deleting:
+        raise FailedPrecondition("it is being deleted", resource=stored.title)
+    status = stored.resource.status
+    current = (
+        status is not None and status.observed_generation == stored.resource.metadata.generation
+    )
+    if not current or request.condition == f"phase={phase}":
+        return
+    if phase == "Failed":
+        raise FailedPrecondition(f"it has failed: {_why(stored)}", resource=stored.title)
+    if phase == "Stopped" and not _runs_by_itself(stored) and _needs_a_vmm(request):
+        raise FailedPrecondition(
+            "it is stopped", resource=stored.title, hint=f"chv start {stored.key[2]}"
+        )
+
+
+def _needs_a_vmm(request: api.WaitCondition) -> bool:
+    running = request.condition in NEEDS_A_VMM and request.status == "True"
+    return running or request.condition == "phase=Running"
+
+
+def _runs_by_itself(stored: StoredObject) -> bool:
+    vm = stored.resource
+    return isinstance(vm, VirtualMachine) and wants_to_run(vm, facts_of(stored))
+
+
+def _why(stored: StoredObject) -> str:
+    status = stored.resource.status
+    conditions = status.conditions if status is not None else []
+    telling = [each for each in conditions if each.type in ("Ready", "VMMRunning")]
+    return telling[0].message if telling else "see its conditions"

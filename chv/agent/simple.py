@@ -1,0 +1,100 @@
+"""What the reconcilers of Volume, Network and Image have in common: journal, errors, the end.
+
+Their plans are a few lines each, so a step is a name and an awaitable effect. A VM has a planner
+and an applier of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+from anyio.abc import TaskGroup
+
+from chv.agent.actors import Outcome
+from chv.agent.conditions import condition
+from chv.agent.context import Context
+from chv.agent.records import StoredObject
+from chv.common.errors import ChvError, OutcomeUnknown, condition_reason
+from chv.common.wire.agent import OperationState
+from chv.common.wire.resources import Condition
+
+OPERATION_S = 900.0
+
+
+class SimpleReconciler:
+    """Base of the small reconcilers: no monitor, nothing that runs beside the worker."""
+
+    def __init__(self, context: Context, uid: str) -> None:
+        self._context = context
+        self._uid = uid
+        self._operation: tuple[str, float] = ("", 0.0)
+
+    @property
+    def monitored(self) -> bool:
+        """There is nothing to glance at."""
+        return False
+
+    async def glance(self) -> bool:
+        """Never called."""
+        return False
+
+    def serve(self, group: TaskGroup) -> None:
+        """Nothing runs beside the worker."""
+
+    async def reconcile(self, stored: StoredObject) -> Outcome:
+        """Make one pass."""
+        raise NotImplementedError
+
+    async def show_error(self, stored: StoredObject, ready: Condition, *, permanent: bool) -> None:
+        """Publish a status that shows the error."""
+        raise NotImplementedError
+
+    async def effect(
+        self, stored: StoredObject, name: str, act: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Journal a step and do it; `act` gets the operation's id."""
+        operations = self._context.operations
+        operation = await operations.require(stored)
+        await operations.begin_step(operation.id, name)
+        try:
+            await act(operation.id)
+        except ChvError as error:
+            await operations.fail_step(operation.id, error)
+            raise
+        except TimeoutError:
+            await operations.fail_step(operation.id, OutcomeUnknown("took too long"))
+            raise
+
+    async def settle(self, message: str) -> None:
+        """Everything is as wanted: say so on the operation."""
+        await self._context.operations.end(self._uid, OperationState.SUCCEEDED, message)
+
+    async def wait(self, message: str) -> None:
+        """Show what is waited for."""
+        await self._context.operations.note(self._uid, message)
+        await self._expire()
+
+    async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:
+        """Show the error; a final one ends the operation."""
+        operations = self._context.operations
+        if permanent:
+            await operations.end(self._uid, OperationState.FAILED, str(error), error.data())
+        else:
+            await operations.note(self._uid, f"tries again: {error}")
+            await self._expire()
+        ready = condition("Ready", False, condition_reason(error.code), str(error))
+        current = self._context.stored(self._uid)
+        if current is not None:
+            await self.show_error(current, ready, permanent=permanent)
+
+    async def _expire(self) -> None:
+        operation = self._context.operations.current(self._uid)
+        now = anyio.current_time()
+        if operation is None:
+            return
+        if operation.id != self._operation[0]:
+            self._operation = (operation.id, now)
+        elif now - self._operation[1] > OPERATION_S:
+            message = f"no success within {OPERATION_S:.0f} s: {operation.message}"
+            await self._context.operations.end(self._uid, OperationState.FAILED, message)

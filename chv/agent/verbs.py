@@ -1,0 +1,91 @@
+"""The verbs on a VM: what each changes in spec and facts. Pure.
+
+`stop` sets runStrategy Halted and `start` the last other value; `restart` names the incarnation
+that has to go; `reset` asks for the button. Fails with FailedPrecondition where a verb makes no
+sense.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from chv.agent.records import StoredObject, VmFacts, WorkerRow
+from chv.agent.vm.desired import facts_of, vm_of
+from chv.common.errors import FailedPrecondition
+from chv.common.wire.agent import ActOnVm, VmVerb
+from chv.common.wire.resources import RunStrategy
+
+_replace = msgspec.structs.replace
+
+
+def acted(
+    stored: StoredObject, row: WorkerRow | None, request: ActOnVm, operation_id: str
+) -> StoredObject:
+    """Return the VM with what the verb wants; generation and revision are the caller's."""
+    if stored.deleting:
+        raise FailedPrecondition(
+            f"it is being deleted, so it cannot {request.verb.value}", resource=stored.title
+        )
+    match request.verb:
+        case VmVerb.START:
+            return _start(stored)
+        case VmVerb.STOP:
+            return _stop(stored, request)
+        case VmVerb.RESTART:
+            return _restart(stored, row, request)
+        case VmVerb.RESET:
+            return _reset(stored, row, operation_id)
+
+
+def _start(stored: StoredObject) -> StoredObject:
+    facts = _replace(facts_of(stored), given_up="", started=True, stop_reason="", force_stop=False)
+    strategy = vm_of(stored).spec.run_strategy
+    if strategy is RunStrategy.HALTED:
+        strategy = facts.last_strategy
+    return _with(stored, strategy, facts)
+
+
+def _stop(stored: StoredObject, request: ActOnVm) -> StoredObject:
+    facts, strategy = facts_of(stored), vm_of(stored).spec.run_strategy
+    last = facts.last_strategy if strategy is RunStrategy.HALTED else strategy
+    facts = _replace(
+        facts,
+        last_strategy=last,
+        started=False,
+        given_up="",
+        replace_worker="",
+        reset_request="",
+        force_stop=request.force,
+        stop_reason=_words(request),
+    )
+    return _with(stored, RunStrategy.HALTED, facts)
+
+
+def _restart(stored: StoredObject, row: WorkerRow | None, request: ActOnVm) -> StoredObject:
+    started = _start(stored)
+    facts = _replace(
+        facts_of(started),
+        replace_worker=row.worker_id if row is not None else "",
+        reset_request="",
+        force_stop=request.force and row is not None,
+        stop_reason=_words(request),
+    )
+    return _replace(started, facts=facts)
+
+
+def _reset(stored: StoredObject, row: WorkerRow | None, operation_id: str) -> StoredObject:
+    if row is None or not row.booted or row.ending is not None:
+        raise FailedPrecondition(
+            "it does not run, so it cannot be reset", resource=stored.title, hint="start it"
+        )
+    return _replace(stored, facts=_replace(facts_of(stored), reset_request=operation_id))
+
+
+def _with(stored: StoredObject, strategy: RunStrategy, facts: VmFacts) -> StoredObject:
+    vm = vm_of(stored)
+    spec = _replace(vm.spec, run_strategy=strategy)
+    return _replace(stored, resource=_replace(vm, spec=spec), facts=facts)
+
+
+def _words(request: ActOnVm) -> str:
+    return f"by {request.requester}" + (f": {request.reason}" if request.reason else "")

@@ -1,0 +1,1 @@
+"""Virtual machines: plan, observe, apply, and the actor step that ties them."""

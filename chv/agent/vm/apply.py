@@ -1,0 +1,398 @@
+"""The effects: one idempotent effect per step of the plan, journalled before it is begun.
+
+`Applier.apply` is used by one worker for one VM. A crash at any point leaves either the journal
+without the effect or the effect with its intent; the next pass sees which. Fails with the error
+of the port; the worker decides what that means.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import assert_never
+
+import anyio
+import msgspec
+
+from chv.agent.cascade import finish_delete
+from chv.agent.context import Context
+from chv.agent.ports import WORKER_KIND, SeedNic, SeedRequest, SpawnRequest, VmHandle
+from chv.agent.records import (
+    Change,
+    Ending,
+    EndKind,
+    PutFacts,
+    PutWorker,
+    StoredObject,
+    WorkerRow,
+)
+from chv.agent.vm import plan as steps
+from chv.agent.vm.config import Parts, vmm_config
+from chv.agent.vm.desired import desired_vm, facts_of, handle_of, vm_of
+from chv.agent.vm.ending import forget_worker
+from chv.agent.vm.ladder import Ladder
+from chv.agent.vm.observe import Memory, Sight, observe
+from chv.common.errors import Conflict, FailedPrecondition, NotFound
+from chv.common.failpoint import failpoint
+from chv.common.quantity import parse_duration_s
+from chv.common.wire import nwd, stord
+from chv.common.wire.resources import VirtualMachine
+
+STEP_S = 90.0  # no single effect but the stop ladder may take longer
+AWAIT_DISKS_S = 20.0
+
+_replace = msgspec.structs.replace
+
+# The journal's name of each step; `agent.vm.<name>.before` and `.after` are failpoints.
+NAMES: dict[type[steps.Step], str] = {
+    steps.AdoptStep: "adopt",
+    steps.SelectVmmStep: "select_vmm",
+    steps.PrepareStep: "prepare",
+    steps.AttachVolumeStep: "attach_volume",
+    steps.AttachNicStep: "attach_nic",
+    steps.EnsureSeedStep: "seed",
+    steps.SpawnStep: "spawn",
+    steps.AttachConsoleStep: "attach_console",
+    steps.BootStep: "boot",
+    steps.MarkRecoveringStep: "mark_recovering",
+    steps.PauseStep: "pause",
+    steps.RecoverBackendStep: "recover_backend",
+    steps.AwaitDisksStep: "await_disks",
+    steps.ResetStep: "reset",
+    steps.ResumeStep: "resume",
+    steps.StopStep: "stop",
+    steps.CleanupStep: "cleanup",
+    steps.DetachVolumeStep: "detach_volume",
+    steps.ForgetWorkerStep: "forget",
+    steps.DetachNicStep: "detach_nic",
+    steps.RemoveFilesStep: "remove_files",
+    steps.FinishDeleteStep: "finish_delete",
+}
+# Around the three parts of a spawn there are more.
+FAILPOINTS = tuple(
+    f"agent.vm.{name}.{moment}"
+    for name in (*NAMES.values(), "spawn_process", "spawn_record")
+    for moment in ("before", "after")
+)
+
+
+class Applier:
+    """The effects on one VM, for one pass."""
+
+    def __init__(self, context: Context, uid: str, sight: Sight, memory: Memory) -> None:
+        self._context = context
+        self._uid = uid
+        self._sight = sight
+        self._memory = memory
+        self._operation_id = ""
+
+    async def apply(self, step: steps.Step) -> None:
+        """Journal the step and do it."""
+        name = NAMES[type(step)]
+        operation = await self._context.operations.require(self._stored)
+        self._operation_id = operation.id
+        await self._context.operations.begin_step(operation.id, _title(name, step))
+        await failpoint(f"agent.vm.{name}.before")
+        if isinstance(step, steps.SpawnStep | steps.StopStep):
+            await self._effect(step)  # has deadlines of its own
+        else:
+            with anyio.fail_after(STEP_S):
+                await self._effect(step)
+        await failpoint(f"agent.vm.{name}.after")
+
+    async def _effect(self, step: steps.Step) -> None:  # noqa: PLR0915 - one line a step
+        port = self._context.world.vmm
+        match step:
+            case steps.AdoptStep():
+                await self._adopt()
+            case steps.SelectVmmStep():
+                await self._select()
+            case steps.PrepareStep():
+                await self._prepare()
+            case steps.AttachVolumeStep():
+                await self._attach_volume(step)
+            case steps.AttachNicStep(nic_id=nic_id):
+                await self._attach_nic(nic_id)
+            case steps.EnsureSeedStep():
+                await self._seed()
+            case steps.SpawnStep():
+                await self._spawn()
+            case steps.AttachConsoleStep():
+                await port.attach_console(self._handle)
+            case steps.BootStep():
+                await port.boot(self._handle)
+                await self._put_worker(_replace(self._row, booted=True, recovering=False))
+            case steps.MarkRecoveringStep():
+                self._memory.storage_loss = "the storage daemon was lost under the VM"
+                await self._put_worker(_replace(self._row, recovering=True))
+            case steps.PauseStep():
+                await port.pause(self._handle)
+            case steps.RecoverBackendStep():
+                await self._recover_backend()
+            case steps.AwaitDisksStep():
+                await self._await_disks()
+            case steps.ResetStep():
+                await self._reset()
+            case steps.ResumeStep():
+                await port.resume(self._handle)
+            case steps.StopStep():
+                await self._stop(step)
+            case steps.CleanupStep():
+                await port.detach_console(self._handle)
+                await port.cleanup(self._handle, self._row.record)
+            case steps.DetachVolumeStep(volume_uid=volume_uid):
+                await self._detach_volume(volume_uid)
+            case steps.ForgetWorkerStep():
+                await forget_worker(self._context, self._uid, self._memory)
+            case steps.DetachNicStep(nic_id=nic_id):
+                await self._detach_nic(nic_id)
+            case steps.RemoveFilesStep():
+                await self._remove_files()
+            case steps.FinishDeleteStep():
+                await finish_delete(self._context, self._uid)
+            case steps.WaitStep():
+                raise AssertionError("a WaitStep has no effect")
+            case _:
+                assert_never(step)
+
+    # --- what the effects need; always read anew
+
+    @property
+    def _stored(self) -> StoredObject:
+        stored = self._context.stored(self._uid)
+        if stored is None:
+            raise Conflict("the VM is gone", resource=self._uid)
+        return stored
+
+    @property
+    def _vm(self) -> VirtualMachine:
+        return vm_of(self._stored)
+
+    @property
+    def _handle(self) -> VmHandle:
+        return handle_of(self._stored)
+
+    @property
+    def _row(self) -> WorkerRow:
+        row = self._context.ledger.tables.workers.get(self._uid)
+        if row is None:
+            raise Conflict("the VMM was forgotten", resource=self._uid)
+        return row
+
+    async def _put_worker(self, row: WorkerRow) -> None:
+        await self._context.ledger.commit(PutWorker(row=row))
+
+    async def _put_facts(self, **changes: object) -> None:
+        """Change facts on top of what they are by then."""
+        async with self._context.ledger.writing():
+            facts = _replace(facts_of(self._stored), **changes)
+            await self._context.ledger.commit_held(PutFacts(uid=self._uid, facts=facts))
+
+    # --- start
+
+    async def _select(self) -> None:
+        selection = await self._context.world.vmm.select(self._vm.spec.vmm)
+        await self._put_facts(selection=selection)
+
+    async def _prepare(self) -> None:
+        await self._put_facts(files_made=True)
+        await self._context.world.vmm.prepare(self._handle)
+
+    async def _attach_volume(self, step: steps.AttachVolumeStep) -> None:
+        layout, slot = self._context.world.layout, facts_of(self._stored).slot
+        request = stord.AttachVolumeToVm(
+            meta=self._context.meta(self._operation_id, step.generation),
+            volume_id=step.volume_uid,
+            vm_id=self._uid,
+            storage_uid=layout.storage_uid(slot),
+            vm_gid=layout.vmm_uid(slot),
+            read_only=step.read_only,
+        )
+        await self._context.stord.call(stord.ATTACH_VOLUME, request)
+        self._context.wake(step.volume_uid)
+
+    async def _attach_nic(self, nic_id: str) -> None:
+        desired = desired_vm(self._context.ledger.tables, self._stored)
+        nic = next((nic for nic in desired.nics if nic.nic_id == nic_id), None)
+        if nic is None:
+            raise Conflict("the interface is not wanted any more", resource=nic_id)
+        spec = next(each for each in self._vm.spec.interfaces if each.name == nic.name)
+        slot = facts_of(self._stored).slot
+        request = nwd.AttachVmNic(
+            meta=self._context.meta(self._operation_id, nic.generation),
+            nic_id=nic_id,
+            vm_id=self._uid,
+            network_id=nic.network_uid,
+            hostname=self._vm.spec.cloud_init.hostname or self._vm.metadata.name,
+            mac=spec.mac,
+            address=spec.address,
+            owner_uid=self._context.world.layout.vmm_uid(slot),
+            guest_ports=self._vm.spec.guest_ports,
+        )
+        await self._context.nwd.call(nwd.ATTACH_NIC, request)
+        self._context.wake(nic.network_uid)
+
+    async def _seed(self) -> None:
+        desired = desired_vm(self._context.ledger.tables, self._stored)
+        known = {nic.nic_id: nic for nic in (await self._context.nics.fresh()).nics}
+        cloud_init = self._vm.spec.cloud_init
+        request = SeedRequest(
+            hostname=cloud_init.hostname or self._vm.metadata.name,
+            ssh_authorized_keys=tuple(cloud_init.ssh_authorized_keys),
+            user_data=cloud_init.user_data,
+            nics=tuple(
+                SeedNic(name=nic.name, mac=known[nic.nic_id].mac)
+                for nic in desired.nics
+                if nic.nic_id in known
+            ),
+        )
+        seed = await self._context.world.seeds.ensure(self._handle, request)
+        await self._put_facts(seed_path=seed.path, host_key=seed.host_key_public)
+
+    async def _spawn(self) -> None:
+        """Record the intent, start the process, record it. In this order, whatever happens."""
+        with anyio.fail_after(STEP_S):
+            row = await self._intend()
+        request = SpawnRequest(vm=self._handle, config=row.config)
+        await failpoint("agent.vm.spawn_process.before")
+        # Not to be cut short: a process that appears after `find` denied it would be a second one.
+        with anyio.CancelScope(shield=True):
+            record = await self._context.world.vmm.spawn(request)
+        await failpoint("agent.vm.spawn_process.after")
+        await failpoint("agent.vm.spawn_record.before")
+        await self._put_worker(_replace(row, record=record))
+        await failpoint("agent.vm.spawn_record.after")
+
+    async def _intend(self) -> WorkerRow:
+        """Store the spawn intent, unless anything is not as it was when the start was planned."""
+        stored = self._stored
+        desired = desired_vm(self._context.ledger.tables, stored)
+        sight = await observe(self._context, stored, desired, self._memory)
+        async with self._context.ledger.writing() as tables:
+            now = self._stored
+            same = now.resource.metadata.generation == stored.resource.metadata.generation
+            if not same or desired_vm(tables, now) != desired or not desired.running:
+                raise Conflict("the VM was changed while it was starting", resource=now.title)
+            if self._uid in tables.workers or sight.vm.stranger:
+                raise Conflict("an earlier VMM is not forgotten yet", resource=now.title)
+            row = self._intent(now, desired, sight)
+            await self._context.ledger.commit_held(PutWorker(row=row))
+        return row
+
+    def _intent(self, stored: StoredObject, desired: steps.DesiredVm, sight: Sight) -> WorkerRow:
+        facts, world = facts_of(stored), self._context.world
+        if facts.selection is None or not facts.seed_path:
+            raise FailedPrecondition("the start was not prepared", resource=stored.title)
+        worker_id = world.layout.worker_id(WORKER_KIND, self._uid, world.ids.nonce())
+        parts = Parts(
+            attachments=sight.attachments,
+            nics=sight.nics,
+            image=sight.image,
+            seed_path=facts.seed_path,
+            selection=facts.selection,
+            worker_id=worker_id,
+        )
+        return WorkerRow(
+            vm_uid=self._uid,
+            worker_id=worker_id,
+            driver=facts.selection.name,
+            config=vmm_config(vm_of(stored), desired, parts, world.layout),
+            generation=stored.resource.metadata.generation,
+        )
+
+    async def _adopt(self) -> None:
+        record = self._sight.record
+        if record is None:
+            raise Conflict("the process to adopt is not there", resource=self._uid)
+        await self._put_worker(_replace(self._row, record=record))
+
+    # --- storage loss and reset
+
+    async def _recover_backend(self) -> None:
+        request = stord.RecoverVmBackend(
+            meta=self._context.meta(self._operation_id, 0), vm_id=self._uid
+        )
+        self._memory.recovery_failures += 1  # taken back where it works
+        await self._context.stord.call(stord.RECOVER_VM_BACKEND, request)
+        self._memory.recovery_failures -= 1
+
+    async def _await_disks(self) -> None:
+        disks = self._row.config.disks
+        wanted = tuple(disk.id for disk in disks if disk.kind == "vhost-user-blk")
+        self._memory.recovery_failures += 1
+        with anyio.fail_after(AWAIT_DISKS_S):
+            await self._context.world.vmm.await_disks(self._handle, wanted)
+        self._memory.recovery_failures = 0
+
+    async def _reset(self) -> None:
+        """Fulfil what asks for a reset; only then may the vCPUs run on."""
+        await self._context.world.vmm.reset(self._handle)
+        async with self._context.ledger.writing():
+            facts = _replace(facts_of(self._stored), reset_request="")
+            row = _replace(self._row, recovering=False)
+            changes: list[Change] = [PutFacts(uid=self._uid, facts=facts), PutWorker(row=row)]
+            await self._context.ledger.commit_held(*changes)
+
+    # --- stop and delete
+
+    async def _stop(self, step: steps.StopStep) -> None:
+        record = self._sight.record
+        if record is None:
+            raise Conflict("the process to stop is not there", resource=self._uid)
+        reason = facts_of(self._stored).stop_reason
+        ending = self._row.ending or Ending(kind=step.kind, reason=reason)
+        if step.kind in (EndKind.STOP, EndKind.DELETE, EndKind.RESTART):
+            ending = Ending(kind=step.kind, reason=reason)
+        await self._put_worker(_replace(self._row, ending=ending, record=record))
+        timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")
+        ladder = Ladder(self._context.world.vmm, self._context.world.clock, self._handle, record)
+        rung = await ladder.walk(timeout_s, lambda: not step.ask or self._forced)
+        await self._put_worker(_replace(self._row, ending=_replace(ending, rung=rung)))
+        await self._context.operations.note(self._uid, f"stopped by {rung}")
+
+    @property
+    def _forced(self) -> bool:
+        stored = self._context.stored(self._uid)
+        return stored is not None and facts_of(stored).force_stop
+
+    async def _detach_volume(self, volume_uid: str) -> None:
+        request = stord.DetachVolumeFromVm(
+            meta=self._context.meta(self._operation_id, self._generation_of(volume_uid)),
+            volume_id=volume_uid,
+            vm_id=self._uid,
+        )
+        with suppress(NotFound):  # that is what we want
+            await self._context.stord.call(stord.DETACH_VOLUME, request)
+        self._context.wake(volume_uid)
+
+    def _generation_of(self, uid: str) -> int:
+        stored = self._context.stored(uid)
+        return stored.resource.metadata.generation if stored is not None else 0
+
+    async def _detach_nic(self, nic_id: str) -> None:
+        generation = facts_of(self._stored).nic_generation
+        seen = self._sight.nics.get(nic_id)
+        if seen is not None:
+            generation = max(generation, seen.generation)
+        request = nwd.NicRef(meta=self._context.meta(self._operation_id, generation), nic_id=nic_id)
+        with suppress(NotFound):  # that is what we want
+            await self._context.nwd.call(nwd.DETACH_NIC, request)
+        if seen is not None:
+            self._context.wake(seen.network_id)
+
+    async def _remove_files(self) -> None:
+        await self._context.world.seeds.remove(self._handle)
+        await self._context.world.vmm.remove(self._handle)
+        await self._put_facts(files_made=False, seed_path="")
+
+
+def _title(name: str, step: steps.Step) -> str:
+    """The step as the journal shows it: with the object that it is about."""
+    match step:
+        case steps.AttachVolumeStep(volume_uid=uid) | steps.DetachVolumeStep(volume_uid=uid):
+            return f"{name} {uid}"
+        case steps.AttachNicStep(nic_id=uid) | steps.DetachNicStep(nic_id=uid):
+            return f"{name} {uid}"
+        case steps.StopStep(kind=kind):
+            return f"{name} {kind.value}"
+        case _:
+            return name

@@ -1,0 +1,100 @@
+"""The VMM's configuration from spec, attachments, NICs, image and seed. Pure.
+
+The command line of a direct boot is ours plus the spec's; what is wanted but not there is a
+FailedPrecondition: the next pass plans again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chv.agent.ports import VmmSelection
+from chv.agent.vm.plan import DesiredVm
+from chv.common.errors import FailedPrecondition
+from chv.common.layout import Layout
+from chv.common.quantity import parse_bytes
+from chv.common.wire.nwd import NicInfo
+from chv.common.wire.resources import ImageStatus, VirtualMachine
+from chv.common.wire.stord import AttachmentInfo
+from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig
+
+# Output on the serial line, and a panic ends in a reset rather than in silence.
+CMDLINE = "console=ttyS0 panic=-1"
+SEED_DISK_ID = "seed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a start has gathered."""
+
+    attachments: dict[str, AttachmentInfo]  # by volume uid
+    nics: dict[str, NicInfo]  # by NIC uid
+    image: ImageStatus | None
+    seed_path: str
+    selection: VmmSelection
+    worker_id: str
+
+
+def vmm_config(vm: VirtualMachine, desired: DesiredVm, parts: Parts, layout: Layout) -> VmmConfig:
+    """Return what the VMM is to be started with."""
+    kernel, initramfs, cmdline = _boot(vm, parts.image)
+    return VmmConfig(
+        vm_id=vm.metadata.uid,
+        name=vm.metadata.name,
+        worker_id=parts.worker_id,
+        cpus=vm.spec.cpus,
+        memory_bytes=parse_bytes(vm.spec.memory, field="spec.memory"),
+        accelerator=parts.selection.accelerator,
+        kernel=kernel,
+        initramfs=initramfs,
+        cmdline=cmdline,
+        disks=(*_disks(desired, parts, bootable=not kernel), _seed(parts)),
+        nics=_nics(desired, parts),
+        runtime_dir=str(layout.vmm(vm.metadata.uid)),
+        uuid=vm.metadata.uid,
+    )
+
+
+def _boot(vm: VirtualMachine, image: ImageStatus | None) -> tuple[str, str, str]:
+    if not vm.spec.boot.image:
+        return "", "", ""
+    if image is None or image.kernel is None:
+        raise FailedPrecondition(
+            f"image {vm.spec.boot.image!r} has no kernel",
+            field="spec.boot.image",
+            hint="boot from a disk instead: leave spec.boot.image empty",
+        )
+    initramfs = image.initramfs.path if image.initramfs is not None else ""
+    return image.kernel.path, initramfs, f"{CMDLINE} {vm.spec.boot.cmdline}".strip()
+
+
+def _disks(desired: DesiredVm, parts: Parts, *, bootable: bool) -> tuple[DiskConfig, ...]:
+    found = []
+    for index, disk in enumerate(desired.disks):
+        attachment = parts.attachments.get(disk.volume_uid)
+        if attachment is None:
+            raise FailedPrecondition(f"volume {disk.volume} is not attached any more")
+        found.append(
+            DiskConfig(
+                id=f"disk-{disk.name}",
+                kind="vhost-user-blk",
+                path=attachment.export_path,
+                read_only=disk.read_only,
+                boot_index=1 if bootable and index == 0 else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _seed(parts: Parts) -> DiskConfig:
+    return DiskConfig(id=SEED_DISK_ID, kind="file", path=parts.seed_path, read_only=True)
+
+
+def _nics(desired: DesiredVm, parts: Parts) -> tuple[NicConfig, ...]:
+    found = []
+    for nic in desired.nics:
+        info = parts.nics.get(nic.nic_id)
+        if info is None:
+            raise FailedPrecondition(f"the NIC on network {nic.network} is gone")
+        found.append(NicConfig(id=nic.nic_id, mac=info.mac, mtu=info.mtu))
+    return tuple(found)

@@ -1,0 +1,108 @@
+"""What is wanted of a VM, read from the store's tables. Pure."""
+
+from __future__ import annotations
+
+from chv.agent.ports import VmHandle
+from chv.agent.records import StoredObject, VmFacts
+from chv.agent.tables import Tables
+from chv.agent.vm.plan import DesiredDisk, DesiredNic, DesiredVm
+from chv.common.ids import derived_uid
+from chv.common.wire.resources import InterfaceSpec, RunStrategy, VirtualMachine
+
+
+def vm_of(stored: StoredObject) -> VirtualMachine:
+    """Return the stored object as the VM that it is."""
+    assert isinstance(stored.resource, VirtualMachine)
+    return stored.resource
+
+
+def facts_of(stored: StoredObject) -> VmFacts:
+    """Return the facts of a stored VM."""
+    assert stored.facts is not None
+    return stored.facts
+
+
+def handle_of(stored: StoredObject) -> VmHandle:
+    """Return the VM as the ports know it."""
+    metadata, facts = stored.resource.metadata, facts_of(stored)
+    return VmHandle(
+        uid=metadata.uid,
+        namespace=metadata.namespace,
+        name=metadata.name,
+        slot=facts.slot,
+        driver=facts.selection.name if facts.selection is not None else "",
+    )
+
+
+def nic_id(vm_uid: str, interface: InterfaceSpec, network_uid: str) -> str:
+    """Return the uid of a NIC; another network makes it another NIC."""
+    return derived_uid(vm_uid, f"nic/{interface.name}/{network_uid}")
+
+
+def wants_to_run(vm: VirtualMachine, facts: VmFacts) -> bool:
+    """Tell whether a VMM should run."""
+    if vm.metadata.deletion_timestamp or facts.given_up:
+        return False
+    match vm.spec.run_strategy:
+        case RunStrategy.HALTED:
+            return False
+        case RunStrategy.MANUAL:
+            return facts.started
+        case _:
+            return True
+
+
+def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
+    """Return what is wanted."""
+    vm, facts = vm_of(stored), facts_of(stored)
+    return DesiredVm(
+        uid=stored.uid,
+        running=wants_to_run(vm, facts),
+        deleting=stored.deleting,
+        replace_worker=facts.replace_worker,
+        force_stop=facts.force_stop,
+        reset_request=facts.reset_request,
+        boot_image=vm.spec.boot.image,
+        disks=_disks(tables, vm),
+        nics=_nics(tables, vm, facts),
+    )
+
+
+def _disks(tables: Tables, vm: VirtualMachine) -> tuple[DesiredDisk, ...]:
+    found = []
+    for disk in vm.spec.disks:
+        volume = tables.find("Volume", vm.metadata.namespace, disk.volume)
+        found.append(
+            DesiredDisk(
+                name=disk.name,
+                volume=disk.volume,
+                volume_uid=volume.uid if volume is not None else "",
+                generation=volume.resource.metadata.generation if volume is not None else 0,
+                read_only=disk.read_only,
+            )
+        )
+    return tuple(found)
+
+
+def _nics(tables: Tables, vm: VirtualMachine, facts: VmFacts) -> tuple[DesiredNic, ...]:
+    found = []
+    for interface in vm.spec.interfaces:
+        network = tables.find("Network", vm.metadata.namespace, interface.network)
+        network_uid = network.uid if network is not None else ""
+        found.append(
+            DesiredNic(
+                name=interface.name,
+                nic_id=nic_id(vm.metadata.uid, interface, network_uid),
+                network=interface.network,
+                network_uid=network_uid,
+                network_generation=network.resource.metadata.generation if network else 0,
+                generation=facts.nic_generation,
+            )
+        )
+    return tuple(found)
+
+
+def first_nic(tables: Tables, stored: StoredObject) -> str:
+    """Return the uid of the VM's first NIC, '' where it has none."""
+    nics = _nics(tables, vm_of(stored), facts_of(stored))
+    return nics[0].nic_id if nics and nics[0].network_uid else ""

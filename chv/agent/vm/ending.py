@@ -1,0 +1,92 @@
+"""The transaction that ends a VMM's record: gone for good, with all that follows from it.
+
+One commit, on top of what is wanted by then: a stop or a deletion that came meanwhile counts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from chv.agent.context import Context
+from chv.agent.records import (
+    Change,
+    Ending,
+    EndKind,
+    PutFacts,
+    PutObject,
+    RemoveWorker,
+    StoredObject,
+    VmFacts,
+)
+from chv.agent.vm.desired import facts_of, vm_of
+from chv.agent.vm.exits import ASKED_FOR, Consequence, Follow, consequence, facts_after
+from chv.agent.vm.observe import Memory
+from chv.common.errors import Conflict
+from chv.common.wire.agent import OperationState
+from chv.common.wire.resources import RunStrategy
+
+_replace = msgspec.structs.replace
+
+
+async def forget_worker(context: Context, uid: str, memory: Memory) -> None:
+    """Drop the record of a VMM that is gone, and record what follows from its end."""
+    async with context.ledger.writing() as tables:
+        stored, row = tables.objects.get(uid), tables.workers.get(uid)
+        if stored is None or row is None:
+            raise Conflict("there is nothing to forget", resource=uid)
+        kind = EndKind.CRASH if row.record is not None else EndKind.SPAWN_FAILED
+        ending = row.ending or Ending(kind=kind)
+        follow = _follow(context, stored, ending, memory)
+        facts = facts_after(facts_of(stored), ending, follow.follow, context.now())
+        changes: list[Change] = [RemoveWorker(vm_uid=uid), PutFacts(uid=uid, facts=facts)]
+        if follow.follow is Follow.HALT:
+            changes = [RemoveWorker(vm_uid=uid), _halted(context, stored, facts)]
+        changes += _told(context, stored, facts, follow)
+        await context.ledger.commit_held(*changes)
+        _remember(context, memory, follow)
+
+
+def _follow(context: Context, stored: StoredObject, ending: Ending, memory: Memory) -> Consequence:
+    """Decide, counting this end among the crashes where nobody asked for it."""
+    limits, now = context.world.limits, context.world.clock.monotonic()
+    recent = [at for at in memory.crashes if now - at <= limits.restart_window_s]
+    memory.crashes = recent if ending.kind in ASKED_FOR else [*recent, now]
+    strategy = vm_of(stored).spec.run_strategy
+    if stored.deleting:
+        strategy = RunStrategy.HALTED
+    return consequence(ending.kind, strategy, len(memory.crashes), limits.restarts_max)
+
+
+def _halted(context: Context, stored: StoredObject, facts: VmFacts) -> PutObject:
+    """The run strategy's consequence, the one change of desired state that a node may make."""
+    vm = vm_of(stored)
+    facts = _replace(facts, last_strategy=vm.spec.run_strategy)
+    metadata = _replace(
+        vm.metadata,
+        generation=vm.metadata.generation + 1,
+        resource_version=str(context.ledger.next_revision()),
+    )
+    spec = _replace(vm.spec, run_strategy=RunStrategy.HALTED)
+    resource = _replace(vm, metadata=metadata, spec=spec)
+    return PutObject(object=StoredObject(resource=resource, facts=facts))
+
+
+def _told(
+    context: Context, stored: StoredObject, facts: VmFacts, follow: Consequence
+) -> list[Change]:
+    """End the operation where it can no longer succeed."""
+    operation = context.operations.current(stored.uid)
+    if operation is None or follow.follow not in (Follow.HALT, Follow.GIVE_UP, Follow.REST):
+        return []
+    if operation.verb in ("stop", "delete"):
+        return []
+    repaired = operation.verb == "reconcile" and follow.follow is Follow.HALT
+    state = OperationState.SUCCEEDED if repaired else OperationState.FAILED
+    return context.operations.ending(operation, state, facts.given_up or facts.last_stop)
+
+
+def _remember(context: Context, memory: Memory, follow: Consequence) -> None:
+    now = context.world.clock.monotonic()
+    memory.start_not_before = now + follow.delay_s
+    memory.recovery_failures = 0
+    memory.storage_loss = ""

@@ -1,0 +1,90 @@
+"""What follows from the end of a VMM: pure rules on run strategy, kind of end, and crash count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from chv.agent.records import Ending, EndKind, VmFacts
+from chv.common.wire.resources import RunStrategy
+
+BACKOFF_S_MAX = 60.0
+ASKED_FOR = frozenset({EndKind.STOP, EndKind.RESTART, EndKind.DELETE})
+
+
+class Follow(Enum):
+    """What the node does next."""
+
+    AS_WANTED = "as wanted"  # the spec alone decides
+    HALT = "halt"  # record runStrategy Halted
+    RESTART = "restart"  # after the back-off
+    GIVE_UP = "give up"
+    REST = "rest"  # Manual: stays down until `start`
+
+
+@dataclass(frozen=True, slots=True)
+class Consequence:
+    """What follows, and how long to wait before it."""
+
+    follow: Follow
+    delay_s: float = 0.0
+
+
+def consequence(
+    kind: EndKind, strategy: RunStrategy, crashes: int, restarts_max: int
+) -> Consequence:
+    """Return what follows. `crashes` counts this end too, within the restart window."""
+    if kind in ASKED_FOR or strategy is RunStrategy.HALTED:
+        return Consequence(Follow.AS_WANTED)
+    if kind is EndKind.GUEST_SHUTDOWN:
+        if strategy is RunStrategy.ALWAYS:
+            return Consequence(Follow.RESTART, _delay_s(crashes))
+        return Consequence(Follow.HALT)
+    if strategy is RunStrategy.MANUAL:
+        return Consequence(Follow.REST)
+    if crashes > restarts_max:
+        return Consequence(Follow.GIVE_UP)
+    return Consequence(Follow.RESTART, _delay_s(crashes))
+
+
+def _delay_s(crashes: int) -> float:
+    """The first restart comes at once, later ones ever slower."""
+    return 0.0 if crashes <= 1 else float(min(BACKOFF_S_MAX, 2 ** (crashes - 2)))
+
+
+def facts_after(facts: VmFacts, ending: Ending, follow: Follow, moment: str) -> VmFacts:
+    """Return the facts after the end of the VMM."""
+    restarted = follow is Follow.RESTART or ending.kind is EndKind.RESTART
+    given_up = facts.given_up
+    if follow is Follow.GIVE_UP:
+        given_up = f"ended too often, last by {ending.kind.value}"
+    return msgspec.structs.replace(
+        facts,
+        replace_worker="",
+        reset_request="",
+        force_stop=False,
+        started=facts.started and follow not in (Follow.HALT, Follow.REST),
+        given_up=given_up,
+        restarts=facts.restarts + (1 if restarted else 0),
+        last_stop=describe(ending, moment),
+    )
+
+
+def describe(ending: Ending, moment: str) -> str:
+    """Return one line on how and why a VM stopped."""
+    words = {
+        EndKind.STOP: "stopped",
+        EndKind.RESTART: "stopped for a restart",
+        EndKind.DELETE: "stopped for deletion",
+        EndKind.GUEST_SHUTDOWN: "GuestShutdown: the guest powered off",
+        EndKind.CRASH: "Crash: the VMM ended by itself",
+        EndKind.PANIC: "Panic: the guest's kernel panicked",
+        EndKind.START_TIMEOUT: "StartTimeout: the VMM did not come up in time",
+        EndKind.SPAWN_FAILED: "SpawnFailed: the VMM could not be started",
+        EndKind.STORAGE_LOST: "StorageLost: its disks could not be brought back",
+    }
+    reason = f" ({ending.reason})" if ending.reason else ""
+    rung = f" by {ending.rung}" if ending.rung else ""
+    return f"{moment} {words[ending.kind]}{rung}{reason}"

@@ -1,0 +1,490 @@
+"""What has to be done for one VM: a pure function of what is wanted and what is seen.
+
+`plan` returns typed steps in the order of their effects, and nothing where the VM is as wanted.
+The order carries the safety rules: nothing is started while an earlier VMM is not proven gone
+and forgotten; volumes are let go of only after the VMM is; vCPUs never run between a storage
+daemon's return and the reset. A `WaitStep` ends a plan: somebody else has to move first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from chv.agent.records import EndKind
+from chv.vmm.driver import VmmState
+
+RECOVERY_FAILURES_MAX = 3
+
+
+# --- desired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredDisk:
+    """A disk of the VM. `volume_uid` is empty where the Volume does not exist."""
+
+    name: str
+    volume: str
+    volume_uid: str
+    generation: int  # of the volume
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredNic:
+    """A NIC of the VM. `network_uid` is empty where the Network does not exist."""
+
+    name: str
+    nic_id: str
+    network: str
+    network_uid: str
+    network_generation: int
+    generation: int  # of the NIC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredVm:
+    """What is wanted, from the store alone."""
+
+    uid: str
+    running: bool
+    deleting: bool = False
+    replace_worker: str = ""
+    force_stop: bool = False
+    reset_request: str = ""
+    boot_image: str = ""
+    disks: tuple[DesiredDisk, ...] = ()
+    nics: tuple[DesiredNic, ...] = ()
+
+
+# --- observed
+
+
+class Life(Enum):
+    """What is proven about a recorded process."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+class Backend(Enum):
+    """The storage daemon behind the VM's attachments."""
+
+    SERVING = "serving"
+    LOST = "lost"
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedWorker:
+    """The recorded VMM (or intent) against the process table and its monitor."""
+
+    worker_id: str
+    life: Life
+    recorded: bool = True  # pid is in the store
+    state: VmmState = VmmState.UNKNOWN
+    booted: bool = False  # recorded: its vCPUs were let run
+    recovering: bool = False
+    ending: EndKind | None = None
+    start_expired: bool = False  # alive, never booted, and out of time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedVolume:
+    """A volume as stord has it."""
+
+    generation: int
+    state: str  # open | missing | broken
+    attached_to: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedNic:
+    """A NIC as nwd has it."""
+
+    generation: int
+    network_uid: str
+    attached: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedVm:
+    """What is seen. Missing keys mean: not there."""
+
+    worker: ObservedWorker | None = None
+    stranger: bool = False  # a live VMM with this VM's id that no record explains
+    attached: frozenset[str] = frozenset()  # volume uids attached to this VM
+    backend: Backend = Backend.ABSENT
+    nics: dict[str, ObservedNic] = field(default_factory=dict)  # of this VM
+    volumes: dict[str, ObservedVolume] = field(default_factory=dict)  # that it wants
+    networks: dict[str, int] = field(default_factory=dict)  # ready ones: generation
+    storage_known: bool = True  # stord answered
+    network_known: bool = True  # nwd answered
+    image_ready: bool = True
+    selected: bool = False
+    files_made: bool = False
+    console: bool = False
+    recovery_failures: int = 0
+    backoff_s: float = 0.0  # not before that many seconds
+
+
+# --- steps
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStep:
+    """Somebody else must move first; `retry_s` is how long at most to sit still."""
+
+    condition: str
+    reason: str
+    message: str
+    retry_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptStep:
+    """Record the pid of a process found by its intent."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SelectVmmStep:
+    """Choose VMM and accelerator, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStep:
+    """Make the directories."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachVolumeStep:
+    """Let stord serve a volume to this VM."""
+
+    volume_uid: str
+    generation: int
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttachNicStep:
+    """Let nwd make or update the NIC."""
+
+    nic_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureSeedStep:
+    """Write the seed disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnStep:
+    """Record the intent, start the VMM, record the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachConsoleStep:
+    """Let the console holder take the serial line."""
+
+
+@dataclass(frozen=True, slots=True)
+class BootStep:
+    """Let the vCPUs run for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkRecoveringStep:
+    """Record that a reset is due before the vCPUs run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseStep:
+    """Stop the vCPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverBackendStep:
+    """Let stord start a new storage daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitDisksStep:
+    """Wait until the VMM has its disks again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetStep:
+    """Hard reset; fulfils a recovery and a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeStep:
+    """Let the vCPUs run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopStep:
+    """Walk the stop ladder; `ask` is whether the guest gets a say."""
+
+    kind: EndKind
+    ask: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CleanupStep:
+    """Remove what the dead VMM left."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachVolumeStep:
+    """Let stord stop serving a volume to this VM."""
+
+    volume_uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWorkerStep:
+    """Drop the worker's record and take the consequences of its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachNicStep:
+    """Let nwd remove a NIC."""
+
+    nic_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFilesStep:
+    """Remove seed, host keys and directories."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishDeleteStep:
+    """Replace the object by its tombstone."""
+
+
+Step = (
+    WaitStep
+    | AdoptStep
+    | SelectVmmStep
+    | PrepareStep
+    | AttachVolumeStep
+    | AttachNicStep
+    | EnsureSeedStep
+    | SpawnStep
+    | AttachConsoleStep
+    | BootStep
+    | MarkRecoveringStep
+    | PauseStep
+    | RecoverBackendStep
+    | AwaitDisksStep
+    | ResetStep
+    | ResumeStep
+    | StopStep
+    | CleanupStep
+    | DetachVolumeStep
+    | ForgetWorkerStep
+    | DetachNicStep
+    | RemoveFilesStep
+    | FinishDeleteStep
+)
+
+
+def plan(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    """Return the steps that bring what is seen to what is wanted; none where it is."""
+    worker = observed.worker
+    if observed.stranger:
+        return [_in_doubt("a VMM of this VM runs that no record explains")]
+    if worker is None:
+        return _without_worker(desired, observed)
+    if worker.life is Life.UNKNOWN:
+        return [_in_doubt("it cannot be told whether the recorded VMM still lives")]
+    if worker.life is Life.DEAD:
+        return _after_end(observed)
+    steps: list[Step] = [] if worker.recorded else [AdoptStep(worker.worker_id)]
+    return steps + _alive(desired, observed, worker)
+
+
+def _in_doubt(message: str) -> WaitStep:
+    return WaitStep("VMMRunning", "InDoubt", message, retry_s=5.0)
+
+
+def _daemons(observed: ObservedVm) -> WaitStep | None:
+    """Return what to wait for where a daemon does not answer."""
+    if not observed.storage_known:
+        message = "the storage daemon service does not answer"
+        return WaitStep("VolumesReady", "StorageUnavailable", message, retry_s=5.0)
+    if not observed.network_known:
+        message = "the network daemon service does not answer"
+        return WaitStep("NetworkReady", "NetworkUnavailable", message, retry_s=5.0)
+    return None
+
+
+def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    silent = _daemons(observed)
+    if silent is not None:
+        return [silent]
+    if desired.deleting:
+        return _delete(observed)
+    unwanted = _leftovers(desired, observed)
+    if not desired.running:
+        return unwanted + _detach_volumes(observed.attached)
+    blocked = _blocked(desired, observed)
+    return unwanted + ([blocked] if blocked is not None else _start(desired, observed))
+
+
+def _delete(observed: ObservedVm) -> list[Step]:
+    steps = _detach_volumes(observed.attached)
+    steps += [DetachNicStep(nic_id) for nic_id in sorted(observed.nics)]
+    if observed.files_made:
+        steps.append(RemoveFilesStep())
+    return [*steps, FinishDeleteStep()]
+
+
+def _leftovers(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    """What an earlier spec wanted and this one does not: removed before anything is added."""
+    wanted = {disk.volume_uid for disk in desired.disks}
+    nics = {nic.nic_id for nic in desired.nics}
+    gone = [DetachNicStep(nic_id) for nic_id in sorted(observed.nics) if nic_id not in nics]
+    return [*_detach_volumes(observed.attached - wanted), *gone]
+
+
+def _detach_volumes(volume_uids: frozenset[str]) -> list[Step]:
+    return [DetachVolumeStep(uid) for uid in sorted(volume_uids)]
+
+
+def _blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
+    """Return what a start has to wait for."""
+    if observed.backoff_s > 0:
+        message = f"starts again in {observed.backoff_s:.0f} s"
+        return WaitStep("VMMRunning", "BackOff", message, retry_s=observed.backoff_s)
+    if not observed.image_ready:
+        return WaitStep("VMMRunning", "ImageNotReady", f"image {desired.boot_image} is not ready")
+    for disk in desired.disks:
+        problem = _volume_problem(desired, disk, observed.volumes.get(disk.volume_uid))
+        if problem:
+            return WaitStep("VolumesReady", "VolumeNotReady", f"volume {disk.volume} {problem}")
+    for nic in desired.nics:
+        ready = observed.networks.get(nic.network_uid)
+        if ready is None or ready < nic.network_generation:
+            message = f"network {nic.network} is not ready"
+            return WaitStep("NetworkReady", "NetworkNotReady", message)
+    return None
+
+
+def _volume_problem(desired: DesiredVm, disk: DesiredDisk, volume: ObservedVolume | None) -> str:
+    if volume is None or volume.generation < disk.generation:
+        return "is not ready"
+    if volume.state != "open":
+        return f"is {volume.state}"
+    if volume.attached_to not in ("", desired.uid):
+        return f"is still attached to {volume.attached_to}"
+    return ""
+
+
+def _start(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    steps: list[Step] = [] if observed.selected else [SelectVmmStep()]
+    steps.append(PrepareStep())
+    if observed.attached and observed.backend is not Backend.SERVING:
+        # Its storage daemon died before a VMM came: attach afresh, nothing can be lost.
+        steps += _detach_volumes(observed.attached)
+        steps += _missing_disks(desired, frozenset())
+    else:
+        steps += _missing_disks(desired, observed.attached)
+    steps += _nics(desired, observed)
+    return [*steps, EnsureSeedStep(), SpawnStep(), AttachConsoleStep(), BootStep()]
+
+
+def _missing_disks(desired: DesiredVm, attached: frozenset[str]) -> list[Step]:
+    return [
+        AttachVolumeStep(disk.volume_uid, disk.generation, disk.read_only)
+        for disk in desired.disks
+        if disk.volume_uid not in attached
+    ]
+
+
+def _nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    return [
+        AttachNicStep(nic.nic_id)
+        for nic in desired.nics
+        if not _nic_is_right(nic, observed.nics.get(nic.nic_id))
+    ]
+
+
+def _nic_is_right(nic: DesiredNic, seen: ObservedNic | None) -> bool:
+    return seen is not None and seen.attached and seen.generation >= nic.generation
+
+
+def _after_end(observed: ObservedVm) -> list[Step]:
+    if not observed.storage_known:
+        message = "the storage daemon service does not answer"
+        return [CleanupStep(), WaitStep("VolumesReady", "StorageUnavailable", message, 5.0)]
+    return [CleanupStep(), *_detach_volumes(observed.attached), ForgetWorkerStep()]
+
+
+def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> list[Step]:
+    stop = _stop(desired, observed, worker)
+    if stop is not None:
+        return [stop]
+    if _storage_is_lost(desired, observed) or worker.recovering:
+        return _recover(desired, observed, worker)
+    steps = _nics(desired, observed) if observed.network_known else []
+    if not observed.console:
+        steps.append(AttachConsoleStep())
+    if worker.state is VmmState.CREATED:
+        steps.append(BootStep())
+    elif worker.state is VmmState.PAUSED:
+        steps.append(ResumeStep())
+    elif worker.state is VmmState.UNKNOWN:
+        return [WaitStep("VMMRunning", "MonitorSilent", "the VMM does not answer", retry_s=2.0)]
+    if desired.reset_request:
+        steps.append(ResetStep())
+    return steps
+
+
+def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> StopStep | None:
+    """Return how this VMM is to end, where it is."""
+    guest_is_up = worker.state in (VmmState.RUNNING, VmmState.PAUSED, VmmState.UNKNOWN)
+    ask = guest_is_up and not desired.force_stop
+    if desired.deleting:
+        return StopStep(EndKind.DELETE, ask)
+    if not desired.running:
+        return StopStep(EndKind.STOP, ask)
+    if desired.replace_worker == worker.worker_id:
+        return StopStep(EndKind.RESTART, ask)
+    if worker.ending is not None:  # begun by an earlier agent; it cannot be taken back
+        return StopStep(worker.ending, ask)
+    if worker.state is VmmState.SHUTDOWN:
+        return StopStep(EndKind.GUEST_SHUTDOWN, ask=False)
+    if worker.state is VmmState.PANICKED:
+        return StopStep(EndKind.PANIC, ask=False)
+    if worker.start_expired:
+        return StopStep(EndKind.START_TIMEOUT, ask=False)
+    if observed.recovery_failures >= RECOVERY_FAILURES_MAX:
+        return StopStep(EndKind.STORAGE_LOST, ask=False)
+    return None
+
+
+def _storage_is_lost(desired: DesiredVm, observed: ObservedVm) -> bool:
+    if not observed.storage_known:
+        return False
+    missing = {disk.volume_uid for disk in desired.disks} - observed.attached
+    return observed.backend is Backend.LOST or bool(missing)
+
+
+def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> list[Step]:
+    """The vCPUs stand from before the storage daemon comes back until after the reset."""
+    if not observed.storage_known:
+        return [PauseStep(), WaitStep("StorageLost", "StorageUnavailable", "stord is silent", 2.0)]
+    steps: list[Step] = [] if worker.recovering else [MarkRecoveringStep()]
+    steps.append(PauseStep())
+    if observed.attached and observed.backend is not Backend.SERVING:
+        steps.append(RecoverBackendStep())
+    steps += _missing_disks(desired, observed.attached)
+    run = BootStep() if worker.state is VmmState.CREATED else ResumeStep()
+    return [*steps, AwaitDisksStep(), ResetStep(), run]

@@ -1,0 +1,96 @@
+"""Listens for signs of life from inside a guest: the serial line and the SSH banner.
+
+Runs beside the VM's worker and never delays it. Evidence belongs to one boot: after a reset or
+a new VMM it starts from nothing. Asked often until SSH answers, seldom afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from chv.agent.context import Context
+from chv.agent.vm.desired import first_nic, handle_of, vm_of
+from chv.agent.vm.status import Evidence
+from chv.common.errors import ChvError
+
+SSH_PORT = 22
+EAGER_S_FIRST = 0.1
+EAGER_S_MAX = 2.0
+CALM_S = 30.0
+SSH_S = 10.0
+
+
+class Prober:
+    """The evidence of one VM. `boot_of` names the boot that runs now, '' where none does."""
+
+    def __init__(self, context: Context, uid: str, boot_of: Callable[[], str]) -> None:
+        self._context = context
+        self._uid = uid
+        self._boot_of = boot_of
+        self._boot = ""
+        self._evidence = Evidence()
+        self._stirred = anyio.Event()
+
+    def evidence(self) -> Evidence:
+        """Return what was heard from the boot that runs now."""
+        return self._evidence if self._boot and self._boot == self._boot_of() else Evidence()
+
+    def stir(self) -> None:
+        """Look whether there is a new boot to listen to."""
+        self._stirred.set()
+
+    async def run(self) -> None:
+        """Listen until cancelled."""
+        while True:
+            boot = self._boot_of()
+            if not boot:
+                await self._rest(float("inf"))
+            else:
+                await self._listen(boot)
+
+    async def _listen(self, boot: str) -> None:
+        if boot != self._boot:
+            self._boot, self._evidence = boot, Evidence()
+        pause_s = EAGER_S_FIRST
+        while self._boot_of() == boot:
+            heard = await self._hear()
+            if boot == self._boot_of() and heard != self._evidence:
+                changed = (bool(heard.ssh), bool(heard.serial)) != (
+                    bool(self._evidence.ssh),
+                    bool(self._evidence.serial),
+                )
+                self._evidence = heard
+                if changed:
+                    self._context.wake(self._uid)
+            await self._rest(CALM_S if heard.ssh else pause_s)
+            pause_s = min(EAGER_S_MAX, pause_s * 1.5)
+
+    async def _rest(self, seconds: float) -> None:
+        self._stirred = anyio.Event()
+        with anyio.move_on_after(seconds):
+            await self._stirred.wait()
+
+    async def _hear(self) -> Evidence:
+        stored = self._context.stored(self._uid)
+        if stored is None or stored.facts is None:
+            return Evidence()
+        serial = self._evidence.serial
+        if not serial:
+            serial = await self._context.world.guest.serial_evidence(handle_of(stored))
+        banner, problem = await self._ssh()
+        return Evidence(serial=serial, ssh=banner, ssh_problem=problem)
+
+    async def _ssh(self) -> tuple[str, str]:
+        stored = self._context.stored(self._uid)
+        if stored is None or SSH_PORT not in vm_of(stored).spec.guest_ports:
+            return "", ""
+        nic = first_nic(self._context.ledger.tables, stored)
+        if not nic:
+            return "", "the VM has no NIC"
+        try:
+            with anyio.fail_after(SSH_S):
+                return await self._context.world.guest.probe_ssh(nic, SSH_PORT), ""
+        except (ChvError, OSError) as error:  # TimeoutError is an OSError
+            return "", error.message if isinstance(error, ChvError) else "no answer in time"

@@ -1,0 +1,247 @@
+"""One pass over a VM: look, plan, act, look again; and what accompanies the VM meanwhile.
+
+Knows the order of things, the start queue and the node's gate; the rules are in `plan`, the
+effects in `apply`. Errors go to the worker (`chv.agent.actors`).
+"""
+
+from __future__ import annotations
+
+from anyio.abc import TaskGroup
+
+from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
+from chv.agent.context import Context
+from chv.agent.records import StoredObject
+from chv.agent.vm.apply import Applier
+from chv.agent.vm.desired import desired_vm, facts_of
+from chv.agent.vm.observe import Memory, Sight, look_at_monitor, observe
+from chv.agent.vm.plan import (
+    DesiredVm,
+    FinishDeleteStep,
+    Life,
+    ResetStep,
+    SpawnStep,
+    Step,
+    WaitStep,
+    plan,
+)
+from chv.agent.vm.probe import Prober
+from chv.agent.vm.status import Picture, vm_status
+from chv.common import logs
+from chv.common.errors import ChvError, OutcomeUnknown
+from chv.common.process.records import WorkerRecord
+from chv.common.wire.agent import OperationState
+from chv.vmm.driver import VmmState
+
+log = logs.get(__name__)
+
+QUEUED = Waiting(30.0)  # keeps its place in the start queue
+OPERATION_S = 900.0  # after so long without success an operation fails; the node goes on trying
+
+
+class VmReconciler:
+    """The reconciler of one VM."""
+
+    def __init__(self, context: Context, uid: str) -> None:
+        self._context = context
+        self._uid = uid
+        self._memory = Memory()
+        self._prober = Prober(context, uid, lambda: self._boot)
+        self._boot = ""  # names the boot that runs now
+        self._resets = 0
+        self._group: TaskGroup | None = None
+        self._watched = ""
+        self._state: VmmState | None = None
+        self._started_at = ""
+        self._operation: tuple[str, float] = ("", 0.0)
+        self._problem = ""
+
+    def serve(self, group: TaskGroup) -> None:
+        """Listen to the guest for as long as the worker runs."""
+        self._group = group
+        group.start_soon(self._prober.run)
+
+    async def reconcile(self, stored: StoredObject) -> Outcome:
+        """Make one pass."""
+        self._problem = ""
+        outcome: Outcome | None = None
+        try:
+            outcome = await self._look_and_act(stored)
+        finally:
+            if outcome != QUEUED:
+                self._context.starts.leave(self._uid)
+        return outcome
+
+    async def _look_and_act(self, stored: StoredObject) -> Outcome:
+        desired = desired_vm(self._context.ledger.tables, stored)
+        sight = await observe(self._context, stored, desired, self._memory)
+        self._context.looked_at(self._uid)
+        steps = self._admitted(plan(desired, sight.vm))
+        self._accompany(sight)
+        await self._show(desired, sight, steps)
+        return await self._carry_out(desired, sight, steps)
+
+    async def _carry_out(self, desired: DesiredVm, sight: Sight, steps: list[Step]) -> Outcome:
+        applier = Applier(self._context, self._uid, sight, self._memory)
+        for step in steps:
+            if isinstance(step, WaitStep):
+                await self._wait(step)
+                return QUEUED if step.reason == "Queued" else Waiting(step.retry_s)
+            if not self._still(desired):
+                return Again()
+            await self._apply(applier, step)
+            if isinstance(step, FinishDeleteStep):
+                return Gone()
+        if steps:
+            return Again()
+        await self._settle(desired, sight)
+        return Done()
+
+    async def _apply(self, applier: Applier, step: Step) -> None:
+        try:
+            await applier.apply(step)
+        except (ChvError, TimeoutError) as error:
+            shown = error if isinstance(error, ChvError) else OutcomeUnknown("took too long")
+            operation = self._context.operations.current(self._uid)
+            if operation is not None:
+                await self._context.operations.fail_step(operation.id, shown)
+            raise
+        if isinstance(step, ResetStep):
+            self._resets += 1
+            self._boot = f"{self._boot.partition('+')[0]}+{self._resets}" if self._boot else ""
+            self._prober.stir()
+
+    def _still(self, desired: DesiredVm) -> bool:
+        """Tell whether what is wanted is what was planned for, as far as it concerns the plan."""
+        stored = self._context.stored(self._uid)
+        if stored is None:
+            return False
+        now = desired_vm(self._context.ledger.tables, stored)
+        # Fulfilled requests are cleared under the plan's own hands.
+        return _without_requests(now) == _without_requests(desired)
+
+    def _admitted(self, steps: list[Step]) -> list[Step]:
+        """Hold back a start until the node may start VMs and the queue has come to this one."""
+        if not any(isinstance(step, SpawnStep) for step in steps):
+            return steps
+        if not self._context.world.gate.starts_allowed():
+            return [WaitStep("VMMRunning", "NodeNotReady", "the node may not start VMs now", 5.0)]
+        position = self._context.starts.enter(self._uid)
+        if position > 0:
+            message = f"waits for a start slot, position {position}"
+            return [WaitStep("VMMRunning", "Queued", message)]
+        return steps
+
+    async def _wait(self, step: WaitStep) -> None:
+        await self._context.operations.note(self._uid, step.message)
+        await self._expire()
+
+    async def _settle(self, desired: DesiredVm, sight: Sight) -> None:
+        """Everything is as wanted: say so on the operation."""
+        operation = self._context.operations.current(self._uid)
+        if operation is None:
+            return
+        stored = self._context.stored(self._uid)
+        if stored is None or not self._still(desired):
+            return
+        facts = facts_of(stored)
+        if facts.given_up or (operation.verb in ("start", "restart") and not desired.running):
+            message = facts.given_up or facts.last_stop
+            await self._context.operations.end(self._uid, OperationState.FAILED, message)
+            return
+        message = "running" if desired.running else (operation.message or "stopped")
+        await self._context.operations.end(self._uid, OperationState.SUCCEEDED, message)
+
+    async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:
+        """Show the error; a final one ends the operation."""
+        if not permanent:
+            await self._context.operations.note(self._uid, f"tries again: {error}")
+            await self._expire()
+            return
+        self._problem = str(error)
+        await self._context.operations.end(
+            self._uid, OperationState.FAILED, str(error), error.data()
+        )
+        desired = desired_vm(self._context.ledger.tables, stored)
+        sight = await observe(self._context, stored, desired, self._memory)
+        await self._show(desired, sight, [])
+
+    async def _expire(self) -> None:
+        """Let the operation fail that has been going on for too long."""
+        operation = self._context.operations.current(self._uid)
+        now = self._context.world.clock.monotonic()
+        if operation is None:
+            return
+        if operation.id != self._operation[0]:
+            self._operation = (operation.id, now)
+        elif now - self._operation[1] > OPERATION_S:
+            message = f"no success within {OPERATION_S:.0f} s: {operation.message}"
+            await self._context.operations.end(self._uid, OperationState.FAILED, message)
+
+    # --- what accompanies the VM
+
+    def _accompany(self, sight: Sight) -> None:
+        """Watch the live process, listen to the guest, remember for the next glance."""
+        worker = sight.vm.worker
+        self._state = worker.state if worker is not None else None
+        if worker is None or worker.life is not Life.ALIVE or sight.record is None:
+            self._boot = ""
+            return
+        if self._boot.partition("+")[0] != worker.worker_id:
+            self._boot = worker.worker_id
+            self._started_at = self._context.now()
+            self._prober.stir()
+        if self._watched != worker.worker_id and self._group is not None:
+            self._watched = worker.worker_id
+            self._group.start_soon(self._watch, worker.worker_id, sight.record)
+
+    async def _watch(self, worker_id: str, record: WorkerRecord) -> None:
+        """Wake the worker when the process ends; a hint, the pass looks for itself."""
+        try:
+            await self._context.world.vmm.wait_gone(record)
+        except (ChvError, OSError) as error:
+            log.warning("agent.vm.watch_failed", vm_id=self._uid, error=str(error))
+        if self._watched == worker_id:
+            self._watched = ""
+        self._context.wake(self._uid)
+
+    @property
+    def monitored(self) -> bool:
+        """Tell whether there is a monitor to ask."""
+        return bool(self._boot)
+
+    async def glance(self) -> bool:
+        """Ask the monitor alone; True where its answer differs from the last."""
+        stored = self._context.stored(self._uid)
+        if stored is None:
+            return True
+        seen = await look_at_monitor(self._context, stored)
+        return seen.state is not self._state
+
+    async def _show(self, desired: DesiredVm, sight: Sight, steps: list[Step]) -> None:
+        stored = self._context.stored(self._uid)
+        if stored is None:
+            return
+        picture = Picture(
+            stored=stored,
+            desired=desired,
+            sight=sight,
+            steps=tuple(steps),
+            row=self._context.ledger.tables.workers.get(self._uid),
+            evidence=self._prober.evidence(),
+            started_at=self._started_at,
+            storage_loss=self._memory.storage_loss,
+            problem=self._problem,
+        )
+        await self._context.publish(stored, vm_status(picture, self._context.now()))
+
+
+def _without_requests(desired: DesiredVm) -> DesiredVm:
+    return DesiredVm(
+        uid=desired.uid,
+        running=desired.running,
+        deleting=desired.deleting,
+        replace_worker=desired.replace_worker,
+        boot_image=desired.boot_image,
+        disks=desired.disks,
+        nics=desired.nics,
+    )

@@ -1,0 +1,292 @@
+"""The VM as it is shown: phase and conditions from what is wanted and what was seen. Pure.
+
+The phase is a word for a table; each condition carries its evidence. What could not be seen is
+Unknown, never assumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chv.agent.conditions import condition, merge
+from chv.agent.records import StoredObject, WorkerRow
+from chv.agent.vm.desired import facts_of, vm_of
+from chv.agent.vm.observe import Sight
+from chv.agent.vm.plan import (
+    Backend,
+    DesiredVm,
+    Life,
+    SpawnStep,
+    Step,
+    StopStep,
+    WaitStep,
+)
+from chv.common.wire.resources import (
+    Condition,
+    DiskStatus,
+    InterfaceStatus,
+    VirtualMachineStatus,
+    VmmStatus,
+    VmPhase,
+)
+from chv.vmm.driver import VmmState
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was heard from inside the guest, of the boot that runs now."""
+
+    serial: str = ""
+    ssh: str = ""  # the banner
+    ssh_problem: str = ""  # why there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """All that a status is made from."""
+
+    stored: StoredObject
+    desired: DesiredVm
+    sight: Sight
+    steps: tuple[Step, ...]  # what is still to be done
+    row: WorkerRow | None
+    evidence: Evidence
+    started_at: str
+    storage_loss: str
+    problem: str = ""  # a final error
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether its VMM is seen to live."""
+        worker = self.sight.vm.worker
+        return worker is not None and worker.life is Life.ALIVE
+
+    @property
+    def state(self) -> VmmState:
+        """What the monitor says."""
+        worker = self.sight.vm.worker
+        return worker.state if worker is not None else VmmState.UNKNOWN
+
+
+def vm_status(picture: Picture, moment: str) -> VirtualMachineStatus:
+    """Return the status to show."""
+    facts = facts_of(picture.stored)
+    metadata = picture.stored.resource.metadata
+    before = vm_of(picture.stored).status
+    earlier = before.conditions if before is not None else []
+    return VirtualMachineStatus(
+        observed_generation=metadata.generation,
+        phase=phase(picture),
+        vmm=_vmm(picture),
+        interfaces=_interfaces(picture),
+        disks=_disks(picture),
+        restarts=facts.restarts,
+        last_stop=facts.last_stop,
+        ssh_host_key=facts.host_key,
+        conditions=merge(earlier, _conditions(picture), metadata.generation, moment),
+    )
+
+
+def phase(picture: Picture) -> VmPhase:
+    """Return the one word."""
+    worker = picture.sight.vm.worker
+    in_doubt = worker is not None and worker.life is Life.UNKNOWN
+    if picture.sight.vm.stranger or in_doubt:
+        return VmPhase.UNKNOWN
+    if picture.desired.deleting:
+        return VmPhase.DELETING
+    if any(isinstance(step, StopStep) for step in picture.steps):
+        return VmPhase.STOPPING
+    if picture.alive:
+        return _phase_alive(picture)
+    if worker is not None:
+        return VmPhase.STARTING if picture.desired.running else VmPhase.STOPPING
+    return _phase_without_worker(picture)
+
+
+def _phase_alive(picture: Picture) -> VmPhase:
+    worker = picture.sight.vm.worker
+    assert worker is not None
+    if picture.state is VmmState.UNKNOWN:
+        return VmPhase.UNKNOWN if worker.booted else VmPhase.STARTING
+    return {
+        VmmState.CREATED: VmPhase.STARTING,
+        VmmState.RUNNING: VmPhase.RUNNING,
+        VmmState.PAUSED: VmPhase.PAUSED,
+    }.get(picture.state, VmPhase.STOPPING)
+
+
+def _phase_without_worker(picture: Picture) -> VmPhase:
+    if picture.problem or facts_of(picture.stored).given_up:
+        return VmPhase.FAILED
+    if not picture.desired.running:
+        return VmPhase.STOPPED
+    starting = any(isinstance(step, SpawnStep) for step in picture.steps)
+    return VmPhase.PREPARING if starting else VmPhase.PENDING
+
+
+# --- conditions
+
+
+def _conditions(picture: Picture) -> list[Condition]:
+    return [
+        _volumes_ready(picture),
+        _network_ready(picture),
+        _vmm_running(picture),
+        _guest_booted(picture),
+        _ssh_ready(picture),
+        _paused(picture),
+        _storage_lost(picture),
+    ]
+
+
+def _wait(picture: Picture, kind: str) -> WaitStep | None:
+    waits = [step for step in picture.steps if isinstance(step, WaitStep)]
+    return next((step for step in waits if step.condition == kind), None)
+
+
+def _volumes_ready(picture: Picture) -> Condition:
+    seen, desired = picture.sight.vm, picture.desired
+    if not seen.storage_known:
+        return condition("VolumesReady", None, "StorageUnavailable", "stord does not answer")
+    wait = _wait(picture, "VolumesReady")
+    if wait is not None:
+        return condition("VolumesReady", False, wait.reason, wait.message)
+    missing = [d.volume for d in desired.disks if d.volume_uid not in seen.attached]
+    if missing:
+        return condition("VolumesReady", False, "NotAttached", f"not attached: {missing}")
+    if desired.disks and seen.backend is not Backend.SERVING:
+        return condition("VolumesReady", False, "BackendLost", "the storage daemon is gone")
+    paths = [a.export_path for a in picture.sight.attachments.values()]
+    return condition("VolumesReady", True, "Attached", evidence=", ".join(sorted(paths)))
+
+
+def _network_ready(picture: Picture) -> Condition:
+    seen = picture.sight.vm
+    if not seen.network_known:
+        return condition("NetworkReady", None, "NetworkUnavailable", "nwd does not answer")
+    wait = _wait(picture, "NetworkReady")
+    if wait is not None:
+        return condition("NetworkReady", False, wait.reason, wait.message)
+    right = {nic_id for nic_id, nic in seen.nics.items() if nic.attached}
+    missing = [nic.network for nic in picture.desired.nics if nic.nic_id not in right]
+    if missing:
+        return condition("NetworkReady", False, "NotAttached", f"no NIC yet on {missing}")
+    taps = [f"{nic.tap} {nic.address}" for nic in picture.sight.nics.values()]
+    return condition("NetworkReady", True, "Attached", evidence=", ".join(sorted(taps)))
+
+
+def _vmm_running(picture: Picture) -> Condition:
+    seen = picture.sight.vm
+    wait = _wait(picture, "VMMRunning")
+    if wait is not None and wait.reason in ("InDoubt", "MonitorSilent"):
+        evidence = picture.sight.monitor.evidence if picture.sight.monitor is not None else ""
+        return condition("VMMRunning", None, wait.reason, wait.message, evidence)
+    if not picture.alive:
+        return _not_running(picture, wait)
+    if picture.state is VmmState.UNKNOWN:
+        return condition("VMMRunning", None, "MonitorSilent", "the VMM does not answer")
+    monitor = picture.sight.monitor
+    evidence = monitor.evidence if monitor is not None else ""
+    running = picture.state in (VmmState.RUNNING, VmmState.PAUSED)
+    assert seen.worker is not None
+    return condition("VMMRunning", running, picture.state.value.capitalize(), evidence=evidence)
+
+
+def _not_running(picture: Picture, wait: WaitStep | None) -> Condition:
+    facts = facts_of(picture.stored)
+    if picture.problem:
+        return condition("VMMRunning", False, "Failed", picture.problem)
+    if facts.given_up:
+        return condition("VMMRunning", False, "GivenUp", facts.given_up, facts.last_stop)
+    if wait is not None:
+        return condition("VMMRunning", False, wait.reason, wait.message)
+    reason = "Starting" if picture.desired.running else "Stopped"
+    return condition("VMMRunning", False, reason, facts.last_stop)
+
+
+def _guest_booted(picture: Picture) -> Condition:
+    if not picture.alive:
+        return condition("GuestBooted", False, "NotRunning")
+    heard = picture.evidence.ssh or picture.evidence.serial
+    if heard:
+        source = "SshBanner" if picture.evidence.ssh else "SerialLine"
+        return condition("GuestBooted", True, source, evidence=heard)
+    return condition("GuestBooted", False, "NoSignYet", "no serial line and no SSH banner so far")
+
+
+def _ssh_ready(picture: Picture) -> Condition:
+    if not picture.alive:
+        return condition("SSHReady", False, "NotRunning")
+    if picture.evidence.ssh:
+        return condition("SSHReady", True, "Banner", evidence=picture.evidence.ssh)
+    if 22 not in vm_of(picture.stored).spec.guest_ports:
+        return condition("SSHReady", False, "PortNotDeclared", "22 is not in spec.guestPorts")
+    return condition("SSHReady", False, "NoBanner", picture.evidence.ssh_problem)
+
+
+def _paused(picture: Picture) -> Condition:
+    if not picture.alive:
+        return condition("Paused", False, "NotRunning")
+    if picture.state is VmmState.UNKNOWN:
+        return condition("Paused", None, "MonitorSilent")
+    paused = picture.state is VmmState.PAUSED
+    return condition("Paused", paused, "VcpusStand" if paused else "VcpusRun")
+
+
+def _storage_lost(picture: Picture) -> Condition:
+    seen = picture.sight.vm
+    recovering = seen.worker is not None and seen.worker.recovering
+    if (picture.alive and seen.backend is Backend.LOST) or recovering:
+        return condition("StorageLost", True, "BackendLost", "the VM waits for a reset")
+    if picture.storage_loss:
+        message = "the storage daemon died under the VM; it was reset before its disks came back"
+        return condition("StorageLost", False, "Recovered", message)
+    return condition("StorageLost", False, "NeverLost")
+
+
+# --- details
+
+
+def _vmm(picture: Picture) -> VmmStatus:
+    selection = facts_of(picture.stored).selection
+    record = picture.sight.record
+    if selection is None:
+        return VmmStatus()
+    return VmmStatus(
+        name=selection.name,
+        accelerator=selection.accelerator,
+        version=selection.version,
+        reason=selection.reason,
+        pid=record.pid if record is not None and picture.alive else 0,
+        started_at=picture.started_at if picture.alive else "",
+    )
+
+
+def _interfaces(picture: Picture) -> list[InterfaceStatus]:
+    found = []
+    for nic in picture.desired.nics:
+        info = picture.sight.nics.get(nic.nic_id)
+        if info is not None:
+            found.append(
+                InterfaceStatus(
+                    name=nic.name,
+                    network=nic.network,
+                    mac=info.mac,
+                    address=info.address,
+                    tap=info.tap,
+                )
+            )
+    return found
+
+
+def _disks(picture: Picture) -> list[DiskStatus]:
+    found = []
+    for disk in picture.desired.disks:
+        info = picture.sight.attachments.get(disk.volume_uid)
+        export = f"vhost-user-blk:{info.export_path}" if info is not None else ""
+        crash_class = info.crash_class.value if info is not None else ""
+        found.append(
+            DiskStatus(name=disk.name, volume=disk.volume, export=export, crash_class=crash_class)
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Volumes: made, grown and deleted through stord."""

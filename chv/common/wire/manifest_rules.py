@@ -1,0 +1,206 @@
+"""Rules of a resource that span fields or need more than a pattern. Pure.
+
+What depends on other objects is checked by the agent at admission. Fails with InvalidArgument
+naming field, value and fix.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+from chv.common.errors import InvalidArgument
+from chv.common.names import check_address, check_cidr, check_hostname, check_mac, shown
+from chv.common.quantity import parse_bytes, parse_duration_s
+from chv.common.wire.resources import (
+    Image,
+    ImageSpec,
+    Network,
+    NetworkSpec,
+    Resource,
+    VirtualMachine,
+    VirtualMachineSpec,
+    Volume,
+    VolumeSpec,
+)
+
+MEMORY_BYTES_MIN = 16 << 20
+MEMORY_BYTES_MAX = 1 << 40
+VOLUME_BYTES_MIN = 1 << 20
+VOLUME_BYTES_MAX = 1 << 46
+SUBNET_PREFIX_MIN = 8
+SUBNET_PREFIX_MAX = 29  # gateway and a few guests
+SHUTDOWN_S_MAX = 3600.0
+SECTOR_BYTES = 512
+
+
+def check(resource: Resource) -> None:
+    """Check one resource by itself."""
+    match resource:
+        case VirtualMachine(spec=vm):
+            _check_vm(vm)
+        case Volume(spec=volume):
+            _check_volume(volume)
+        case Network(spec=network):
+            _check_network(network)
+        case Image(spec=image):
+            _check_image(image)
+
+
+# --- VirtualMachine
+
+
+def _check_vm(spec: VirtualMachineSpec) -> None:
+    memory = parse_bytes(spec.memory, field="spec.memory")
+    if not MEMORY_BYTES_MIN <= memory <= MEMORY_BYTES_MAX:
+        raise InvalidArgument(
+            f"{shown(spec.memory)} is out of range", field="spec.memory", hint="16Mi to 1Ti"
+        )
+    if memory % (1 << 20):
+        raise InvalidArgument(
+            f"{shown(spec.memory)} is not a whole number of MiB",
+            field="spec.memory",
+            hint=f"write {max(16, memory >> 20)}Mi",
+        )
+    seconds = parse_duration_s(spec.shutdown_timeout, field="spec.shutdownTimeout")
+    if not 1 <= seconds <= SHUTDOWN_S_MAX:
+        raise InvalidArgument(
+            f"{shown(spec.shutdown_timeout)} is out of range",
+            field="spec.shutdownTimeout",
+            hint="1s to 1h",
+        )
+    if not spec.boot.image and not spec.disks:
+        raise InvalidArgument(
+            "there is nothing to boot from",
+            field="spec.boot.image",
+            hint="name an image with a kernel, or give a disk",
+        )
+    if spec.boot.cmdline and not spec.boot.image:
+        raise InvalidArgument(
+            "a command line needs a kernel", field="spec.boot.cmdline", hint="set spec.boot.image"
+        )
+    _check_disks(spec)
+    _check_interfaces(spec)
+    _check_cloud_init(spec)
+    _refuse_twice("spec.guestPorts", map(str, spec.guest_ports))
+
+
+def _check_disks(spec: VirtualMachineSpec) -> None:
+    _refuse_twice("spec.disks", (disk.name for disk in spec.disks), part="name")
+    _refuse_twice("spec.disks", (disk.volume for disk in spec.disks), part="volume")
+
+
+def _check_interfaces(spec: VirtualMachineSpec) -> None:
+    interfaces = spec.interfaces
+    _refuse_twice("spec.interfaces", (each.name for each in interfaces), part="name")
+    _refuse_twice("spec.interfaces", (e.mac for e in interfaces if e.mac), part="mac")
+    for index, interface in enumerate(interfaces):
+        if interface.mac:
+            check_mac(interface.mac, field=f"spec.interfaces[{index}].mac")
+        if interface.address:
+            _ipv4(interface.address, f"spec.interfaces[{index}].address")
+
+
+def _check_cloud_init(spec: VirtualMachineSpec) -> None:
+    hostname = spec.cloud_init.hostname
+    if hostname:
+        check_hostname(hostname, field="spec.cloudInit.hostname")
+        if "." in hostname:
+            raise InvalidArgument(
+                f"{shown(hostname)} has a domain",
+                field="spec.cloudInit.hostname",
+                hint=f"write {hostname.partition('.')[0]}; the domain is the network's",
+            )
+    for index, key in enumerate(spec.cloud_init.ssh_authorized_keys):
+        fields = key.split()
+        plain = key.isprintable() and len(fields) >= 2
+        if not plain or not fields[0].startswith(("ssh-", "ecdsa-", "sk-")):
+            raise InvalidArgument(
+                f"{shown(key)} is not a public key",
+                field=f"spec.cloudInit.sshAuthorizedKeys[{index}]",
+                hint="one line of an authorized_keys file without options: ssh-ed25519 AAAA… name",
+            )
+
+
+def _refuse_twice(field: str, values: Iterable[str], part: str = "") -> None:
+    seen: set[str] = set()
+    for index, value in enumerate(values):
+        if value in seen:
+            where = f"{field}[{index}].{part}" if part else f"{field}[{index}]"
+            raise InvalidArgument(f"{shown(value)} is there twice", field=where)
+        seen.add(value)
+
+
+# --- Volume, Network, Image
+
+
+def _check_volume(spec: VolumeSpec) -> None:
+    size = parse_bytes(spec.size, field="spec.size")
+    if not VOLUME_BYTES_MIN <= size <= VOLUME_BYTES_MAX:
+        raise InvalidArgument(
+            f"{shown(spec.size)} is out of range", field="spec.size", hint="1Mi to 64Ti"
+        )
+    if size % SECTOR_BYTES:
+        raise InvalidArgument(
+            f"{shown(spec.size)} is not a multiple of {SECTOR_BYTES} bytes",
+            field="spec.size",
+            hint="use Ki, Mi or Gi",
+        )
+
+
+def _check_network(spec: NetworkSpec) -> None:
+    subnet = check_cidr(spec.subnet, field="spec.subnet")
+    if not isinstance(subnet, ipaddress.IPv4Network):
+        raise InvalidArgument(f"{shown(spec.subnet)} is not IPv4", field="spec.subnet")
+    if not SUBNET_PREFIX_MIN <= subnet.prefixlen <= SUBNET_PREFIX_MAX:
+        raise InvalidArgument(
+            f"{shown(spec.subnet)} has a prefix of {subnet.prefixlen}",
+            field="spec.subnet",
+            hint=f"/{SUBNET_PREFIX_MIN} to /{SUBNET_PREFIX_MAX}",
+        )
+    if subnet.is_loopback or subnet.is_multicast or subnet.is_link_local:
+        raise InvalidArgument(
+            f"{shown(spec.subnet)} is for other uses",
+            field="spec.subnet",
+            hint="a private one such as 10.20.0.0/24",
+        )
+    if spec.gateway:
+        _check_gateway(spec.gateway, subnet)
+    if spec.dns.domain:
+        check_hostname(spec.dns.domain, field="spec.dns.domain")
+    for index, forwarder in enumerate(spec.dns.forwarders):
+        _ipv4(forwarder, f"spec.dns.forwarders[{index}]")
+
+
+def _check_gateway(text: str, subnet: ipaddress.IPv4Network) -> None:
+    gateway = _ipv4(text, "spec.gateway")
+    if gateway not in subnet or gateway in (subnet.network_address, subnet.broadcast_address):
+        raise InvalidArgument(
+            f"{shown(text)} is not a host address of {subnet}",
+            field="spec.gateway",
+            hint=f"{subnet.network_address + 1}, or leave it empty",
+        )
+
+
+def _ipv4(text: str, field: str) -> ipaddress.IPv4Address:
+    address = check_address(text, field=field)
+    if not isinstance(address, ipaddress.IPv4Address):
+        raise InvalidArgument(f"{shown(text)} is not an IPv4 address", field=field)
+    return address
+
+
+def _check_image(spec: ImageSpec) -> None:
+    files = [spec.kernel, spec.initramfs, spec.disk]
+    given = any(each is not None for each in files)
+    if spec.builtin and given:
+        raise InvalidArgument(
+            "a builtin image has its own files", field="spec.builtin", hint="leave one of them out"
+        )
+    if not spec.builtin and not given:
+        raise InvalidArgument(
+            "the image has neither files nor a builtin name",
+            field="spec",
+            hint="builtin: tiny, or kernel, initramfs, disk with path and sha256",
+        )
+    if spec.initramfs is not None and spec.kernel is None:
+        raise InvalidArgument("an initramfs needs a kernel", field="spec.kernel")
