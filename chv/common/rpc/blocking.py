@@ -6,6 +6,7 @@ Same envelopes, same errors as the asynchronous client.
 
 from __future__ import annotations
 
+import array
 import math
 import socket
 import time
@@ -25,6 +26,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 CHUNK_BYTES = 65536
 REPLY_FDS_MAX = 8
+FD_BYTES = array.array("i").itemsize
 
 
 class BlockingClient:
@@ -100,15 +102,25 @@ class BlockingClient:
             raise self._lost(method, fds, DeadlineExceeded, f"no reply in {limit_s:g} s") from error
         except OSError as error:
             raise self._lost(method, fds, Unavailable, str(error.strerror or error)) from error
-        except KeyboardInterrupt:
+        except BaseException:
+            # Interrupted or unreadable: what is left on the connection belongs to nobody.
             _close_all(fds)
             self.close()
             raise
         if isinstance(reply.error, envelope.ErrorBody):
             _close_all(fds)
             raise envelope.error_of(reply.error)
-        result: R = envelope.decode_typed(method.result, reply.result, f"result of {method.name}")
-        return result, fds
+        return self._result(method, reply, fds), fds
+
+    def _result(self, method: Method[P, R], reply: envelope.Incoming, fds: list[int]) -> R:
+        try:
+            result: R = envelope.decode_typed(
+                method.result, reply.result, f"result of {method.name}"
+            )
+        except ChvError:
+            _close_all(fds)
+            raise
+        return result
 
     def _lost(
         self, method: Method[P, R], fds: list[int], read_error: type[ChvError], why: str
@@ -136,17 +148,37 @@ class BlockingClient:
             if left_s <= 0:
                 raise TimeoutError
             connection.settimeout(None if math.isinf(left_s) else left_s)
-            chunk, received, _, _ = socket.recv_fds(connection, CHUNK_BYTES, REPLY_FDS_MAX)
+            chunk, received = _receive(connection)
             fds.extend(received)
             if not chunk:
                 raise ConnectionResetError("the agent closed the connection")
             for frame in self._framer.feed(chunk):
                 incoming = envelope.decode_incoming(frame)
-                if incoming.method == method.event_name and on_event is not None:
-                    event = envelope.decode_event(incoming.params)
-                    on_event(envelope.decode_typed(method.events or dict, event.event, "event"))
+                if incoming.method:
+                    self._event(method, incoming, on_event)
                 elif incoming.id in (request_id, None):
                     return incoming
+
+    def _event(
+        self,
+        method: Method[P, R],
+        incoming: envelope.Incoming,
+        on_event: Callable[[Any], None] | None,
+    ) -> None:
+        if on_event is not None and incoming.method == method.event_name:
+            event = envelope.decode_event(incoming.params)
+            on_event(envelope.decode_typed(method.events or dict, event.event, "event"))
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive bytes and close-on-exec descriptors (socket.recv_fds ignores its flags)."""
+    space = socket.CMSG_SPACE(REPLY_FDS_MAX * FD_BYTES)
+    chunk, ancillary, _, _ = connection.recvmsg(CHUNK_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % FD_BYTES])
+    return chunk, list(fds)
 
 
 def _close_all(fds: list[int]) -> None:
