@@ -13,7 +13,7 @@ import uuid
 INSTANCE_LENGTH = 6
 SHORT_UID_LENGTH = 10
 INSTANCE_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
-INSTANCE_PATTERN = re.compile(r"^[a-z0-9]{6}$")
+INSTANCE_PATTERN = re.compile(r"^[a-z0-9]{6}\Z")
 
 
 class Ids:

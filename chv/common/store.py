@@ -69,19 +69,15 @@ class Store:
         reserve_bytes: int = RESERVE_BYTES,
     ) -> AsyncIterator[Store]:
         """Open or make the database, migrate it, and close it with its thread at the end."""
-        opened: list[tuple[Connection, Reserve]] = []
-
-        def connect() -> Connection:
-            opened.append(open_database(path, migrations, reserve_bytes))
-            return opened[0][0]
-
-        connection = aiosqlite.Connection(connect, iter_chunk_size=64)
-        with anyio.CancelScope(shield=True):
-            await connection
+        opener = _Opener(path, migrations, reserve_bytes)
+        connection = aiosqlite.Connection(opener.connect, iter_chunk_size=64)
         try:
+            with anyio.CancelScope(shield=True):
+                await connection
+            db, reserve = opener.result()
             # aiosqlite has no public way to run one function in its thread; `_execute` is what
             # each of its own methods uses.
-            yield cls(path, *opened[0], runner=connection._execute)
+            yield cls(path, db, reserve, runner=connection._execute)
         finally:
             with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
                 await connection.close()
@@ -164,6 +160,35 @@ class Store:
     def _remember(self, error: ChvError) -> None:
         if isinstance(error, DataLoss):
             self._failure = error
+
+
+class _Opener:
+    """Opens the database in aiosqlite's thread, without failing there.
+
+    After a failed connect aiosqlite would not wait for the end of its thread; after a successful
+    one it does. So it gets an empty database instead, and the error is raised by `result`.
+    """
+
+    def __init__(self, path: Path, migrations: Migrations, reserve_bytes: int) -> None:
+        self._arguments = (path, migrations, reserve_bytes)
+        self._opened: tuple[Connection, Reserve] | None = None
+        self._error: Exception | None = None
+
+    def connect(self) -> Connection:
+        """In the store's thread."""
+        try:
+            self._opened = open_database(*self._arguments)
+        except Exception as error:  # noqa: BLE001  kept and raised by `result`
+            self._error = error
+            return sqlite3.connect(":memory:")
+        return self._opened[0]
+
+    def result(self) -> tuple[Connection, Reserve]:
+        """Return what was opened, or raise what went wrong."""
+        if self._error is not None:
+            raise self._error
+        assert self._opened is not None
+        return self._opened
 
 
 def _detached(result: T) -> T:

@@ -53,8 +53,8 @@ _PRAGMAS = (
     "PRAGMA temp_store = MEMORY",
 )
 _LOSS_HINT = (
-    "stop the daemon, keep a copy of the file, and put back {name}.before-* or a backup; "
-    "without one, remove the file: running VMs are found again by census"
+    "stop the daemon, keep a copy of the file, and put back {name}.before-* or a backup; without "
+    "one, remove {name}* to start anew: running VMs are found again by census"
 )
 
 

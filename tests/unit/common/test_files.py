@@ -33,19 +33,15 @@ from chv.common.files import (
     remove_temporaries,
     sha256_file,
 )
+from tests.disks import small_tmpfs
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0755", "chv-test", str(disk)]
-    subprocess.run(mount, check=True)
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_tmpfs(tmp_path / "disk", size_mib=1) as disk:
+        yield disk
 
 
 def names(directory: Path) -> set[str]:
