@@ -79,13 +79,6 @@ class SqliteStore:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, path: Path) -> AsyncIterator[SqliteStore]:
-        """Open or make the database file."""
-        async with Store.open(path, MIGRATIONS) as store:
-            yield cls(store)
-
     async def load(self) -> Snapshot:
         """Return everything that is not history."""
         return await self._store.read(_load)
@@ -119,6 +112,13 @@ class SqliteStore:
         query = "SELECT key, digest, reply FROM requests WHERE key = ?"
         row = await self._store.read(lambda db: db.execute(query, (key,)).fetchone())
         return None if row is None else RequestRow(**dict(row))
+
+
+@asynccontextmanager
+async def open_store(path: Path) -> AsyncIterator[SqliteStore]:
+    """Open or make the database file; closed at the end of the block."""
+    async with Store.open(path, MIGRATIONS) as store:
+        yield SqliteStore(store)
 
 
 def _decode(text: str, kind: type[T]) -> T:
