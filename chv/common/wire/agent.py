@@ -32,7 +32,7 @@ OBJECTS_MAX = 200
 LOG_LINES_MAX = 10_000
 WAIT_S_MAX = 3600.0
 
-Kind = Annotated[str, Meta(pattern="^(VirtualMachine|Volume|Network|Image)$")]
+Kind = Annotated[str, Meta(pattern=r"^(VirtualMachine|Volume|Network|Image)\Z")]
 
 
 class Apply(Message, frozen=True, kw_only=True):
@@ -212,7 +212,7 @@ class WaitCondition(Message, frozen=True, kw_only=True):
     name: Name
     namespace: Name = "default"
     condition: Annotated[str, Meta(min_length=1, max_length=128)]
-    status: Annotated[str, Meta(pattern="^(True|False|Unknown)$")] = "True"
+    status: Annotated[str, Meta(pattern=r"^(True|False|Unknown)\Z")] = "True"
     timeout_s: Annotated[float, Meta(gt=0, le=WAIT_S_MAX)] = 60.0
 
 
@@ -297,7 +297,7 @@ class GuestAccessReply(Reply, frozen=True, kw_only=True):
 class ReadLogs(Message, frozen=True, kw_only=True):
     """Lines of `vm/NAME` (the serial console) or `daemon/NAME`, then new ones if `follow`."""
 
-    target: Annotated[str, Meta(pattern=r"^(vm|daemon)/[a-z0-9-]{1,63}$")]
+    target: Annotated[str, Meta(pattern=r"^(vm|daemon)/[a-z0-9-]{1,63}\Z")]
     namespace: Name = "default"
     tail_lines: Annotated[int, Meta(ge=0, le=LOG_LINES_MAX)] = 200
     follow: bool = False
@@ -314,9 +314,9 @@ class ImportImage(Message, frozen=True, kw_only=True):
 
     name: Name
     namespace: Name = "default"
-    artifact: Annotated[str, Meta(pattern="^(kernel|initramfs|disk)$")] = "disk"
+    artifact: Annotated[str, Meta(pattern=r"^(kernel|initramfs|disk)\Z")] = "disk"
     path: Annotated[PathText, Meta(min_length=2)]
-    format: Annotated[str, Meta(pattern="^(raw|qcow2)$")] = "raw"
+    format: Annotated[str, Meta(pattern=r"^(raw|qcow2)\Z")] = "raw"
     sha256: Sha256 | str = ""  # empty: computed and pinned
     requester: ShortText
 

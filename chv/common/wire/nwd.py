@@ -53,7 +53,7 @@ class Topology(Message, frozen=True, kw_only=True):
     gateway: Ipv4 | str = ""
     mtu: Mtu = 1450
     uplink: UplinkMode = UplinkMode.NAT
-    dns_domain: Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+    dns_domain: Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?\Z")]
     forwarders: Annotated[list[Ipv4], Meta(max_length=FORWARDERS_MAX)] = []
 
 

@@ -38,7 +38,7 @@ Quantity = Annotated[
     str, Meta(min_length=1, max_length=32, description="Kubernetes quantity: 512Mi, 2Gi")
 ]
 Duration = Annotated[
-    str, Meta(pattern=r"^[0-9]{1,6}(ms|s|m|h)$", description="duration: 500ms, 30s, 5m, 2h")
+    str, Meta(pattern=r"^[0-9]{1,6}(ms|s|m|h)\Z", description="duration: 500ms, 30s, 5m, 2h")
 ]
 LabelValue = Annotated[str, Meta(max_length=63)]
 LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
@@ -125,7 +125,7 @@ class ImageDisk(Struct, kw_only=True, frozen=True):
 class ImageSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Either `builtin` or at least one of kernel, initramfs, disk."""
 
-    builtin: Annotated[str, Meta(pattern="^(tiny)?$")] = ""
+    builtin: Annotated[str, Meta(pattern=r"^(tiny)?\Z")] = ""
     kernel: ImageFile | None = None
     initramfs: ImageFile | None = None
     disk: ImageDisk | None = None
@@ -252,7 +252,7 @@ class BootSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     image: Annotated[str, Meta(max_length=63)] = ""
     cmdline: Annotated[
-        str, Meta(max_length=1024, pattern=r"^[\x20-\x7e]*$", description="appended")
+        str, Meta(max_length=1024, pattern=r"^[\x20-\x7e]*\Z", description="appended")
     ] = ""
 
 
@@ -374,8 +374,8 @@ VM_CONDITIONS = (
 class VirtualMachine(Struct, kw_only=True, frozen=True):
     """`chv get vm`."""
 
-    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
-    kind: Annotated[str, Meta(pattern="^VirtualMachine$")] = "VirtualMachine"
+    api_version: Annotated[str, Meta(pattern=rf"^{API_VERSION}\Z")] = API_VERSION
+    kind: Annotated[str, Meta(pattern=r"^VirtualMachine\Z")] = "VirtualMachine"
     metadata: ObjectMeta
     spec: VirtualMachineSpec
     status: VirtualMachineStatus | None = None
@@ -384,8 +384,8 @@ class VirtualMachine(Struct, kw_only=True, frozen=True):
 class Volume(Struct, kw_only=True, frozen=True):
     """`chv get volume`."""
 
-    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
-    kind: Annotated[str, Meta(pattern="^Volume$")] = "Volume"
+    api_version: Annotated[str, Meta(pattern=rf"^{API_VERSION}\Z")] = API_VERSION
+    kind: Annotated[str, Meta(pattern=r"^Volume\Z")] = "Volume"
     metadata: ObjectMeta
     spec: VolumeSpec
     status: VolumeStatus | None = None
@@ -394,8 +394,8 @@ class Volume(Struct, kw_only=True, frozen=True):
 class Network(Struct, kw_only=True, frozen=True):
     """`chv get network`."""
 
-    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
-    kind: Annotated[str, Meta(pattern="^Network$")] = "Network"
+    api_version: Annotated[str, Meta(pattern=rf"^{API_VERSION}\Z")] = API_VERSION
+    kind: Annotated[str, Meta(pattern=r"^Network\Z")] = "Network"
     metadata: ObjectMeta
     spec: NetworkSpec
     status: NetworkStatus | None = None
@@ -404,8 +404,8 @@ class Network(Struct, kw_only=True, frozen=True):
 class Image(Struct, kw_only=True, frozen=True):
     """`chv get image`."""
 
-    api_version: Annotated[str, Meta(pattern=f"^{API_VERSION}$")] = API_VERSION
-    kind: Annotated[str, Meta(pattern="^Image$")] = "Image"
+    api_version: Annotated[str, Meta(pattern=rf"^{API_VERSION}\Z")] = API_VERSION
+    kind: Annotated[str, Meta(pattern=r"^Image\Z")] = "Image"
     metadata: ObjectMeta
     spec: ImageSpec
     status: ImageStatus | None = None

@@ -63,7 +63,7 @@ class VolumeSource(Message, frozen=True, kw_only=True):
 class VolumeBackend(Message, frozen=True, kw_only=True):
     """What the volume is. `class_name` is `file` in this version."""
 
-    class_name: Annotated[str, Meta(pattern="^file$")]
+    class_name: Annotated[str, Meta(pattern=r"^file\Z")]
     format: VolumeFormat
     size_bytes: Annotated[int, Meta(ge=512, le=2**60, multiple_of=512)]
     source: VolumeSource | None = None

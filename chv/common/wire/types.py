@@ -14,18 +14,20 @@ API_VERSION = "compute.chv.dev/v1alpha1"
 PROTOCOL_VERSIONS = (1,)
 GENERATION_MAX = 2**53  # exact in JSON numbers everywhere
 
-Uid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
-OperationId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:-]+$")]
+Uid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
+OperationId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:-]+\Z")]
 Generation = Annotated[int, Meta(ge=0, le=GENERATION_MAX)]
 # RFC 1123 label, as Kubernetes names objects.
-Name = Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
+Name = Annotated[
+    str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
+]
 Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=256)]
-PathText = Annotated[str, Meta(max_length=4096, pattern=r"^(/[^\x00\n]*)?$")]
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-Mac = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}$")]
-Ipv4 = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}$", max_length=15)]
-Ipv4Cidr = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}/\d{1,2}$", max_length=18)]
+PathText = Annotated[str, Meta(max_length=4096, pattern=r"^(/[^\x00\n]*)?\Z")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Mac = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}\Z")]
+Ipv4 = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}\Z", max_length=15)]
+Ipv4Cidr = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}/\d{1,2}\Z", max_length=18)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 HostUid = Annotated[int, Meta(ge=0, le=2**32 - 2)]
 SizeBytes = Annotated[int, Meta(ge=0, le=2**60)]
