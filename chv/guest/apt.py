@@ -29,7 +29,7 @@ DOWNLOAD_PREFIX = ".download-"
 RESOLUTION = "resolution.json"
 QUERY_TIMEOUT_S = 60.0
 DOWNLOAD_TIMEOUT_S = 600.0
-PROXIES = ("http_proxy", "https_proxy", "no_proxy", "APT_CONFIG")
+APT_VARIABLES = ("http_proxy", "https_proxy", "no_proxy", "APT_CONFIG")
 APT_USER = "_apt"
 ONLY_DEPENDS = (
     "--no-recommends", "--no-suggests", "--no-conflicts", "--no-breaks", "--no-replaces",
@@ -145,7 +145,7 @@ async def resolve(roots: Sequence[str]) -> list[Package]:
 
 async def _apt(argv: list[str]) -> str:
     # Exit status 100 says that some name is only virtual; `select` misses what matters.
-    done = await run(argv, timeout_s=QUERY_TIMEOUT_S, check=False)
+    done = await run(argv, timeout_s=QUERY_TIMEOUT_S, check=False, environment=_apt_environment())
     if done.returncode not in (0, 100):
         raise Unavailable(f"{argv[0]} failed: {_last_line(done.stderr)}")
     return done.stdout.decode(errors="replace")
@@ -160,7 +160,7 @@ async def _download(missing: list[Package], cache: Path, progress: Progress) -> 
             ["apt-get", "-q", "download", *exact],
             timeout_s=DOWNLOAD_TIMEOUT_S,
             check=False,
-            environment=_proxies(),
+            environment=_apt_environment(),
             cwd=str(directory),
         )
         if done.returncode != 0:
@@ -174,9 +174,9 @@ async def _download(missing: list[Package], cache: Path, progress: Progress) -> 
             (directory / package.file_name).replace(cache / package.file_name)
 
 
-def _proxies() -> dict[str, str]:
-    """Return how this machine reaches a mirror, where that is said in the environment."""
-    return {name: os.environ[name] for name in PROXIES if name in os.environ}
+def _apt_environment() -> dict[str, str]:
+    """Return what the environment says about apt: its configuration, the way to a mirror."""
+    return {name: os.environ[name] for name in APT_VARIABLES if name in os.environ}
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from chv.guest.tiny import KERNEL_CMDLINE, TinyImage
 from tests.helpers import wait_until
 
 MAC = "52:54:00:12:34:56"
+STATIC_MAC = "52:54:00:12:34:57"
 SECRET = "s3cr't $x"
 # An emulated boot takes 3 s on an idle machine and has been seen to take 20 on a busy one.
 BOOT_TIMEOUT_S = 90.0
@@ -107,7 +108,10 @@ def write_seed(directory: Path, port: int) -> None:
         host_key=host_key,
         authorized_keys=[(directory / "id.pub").read_text().strip()],
         guest_env={"TOKEN": SECRET},
-        nics=[SeedNic(MAC)],
+        nics=[
+            SeedNic(MAC),
+            SeedNic(STATIC_MAC, "10.8.0.77/24", dns=("10.8.0.3",), search="static.chv"),
+        ],
     )
     (directory / "seed.iso").write_bytes(build_seed(spec))
     host = f"[127.0.0.1]:{port}"
@@ -135,6 +139,7 @@ async def boot(image: TinyImage, directory: Path, *, seeded: bool) -> AsyncItera
         argv += ["-drive", f"if=virtio,format=raw,file={directory / 'disk'}"]
         forward = f"hostfwd=tcp:127.0.0.1:{port}-:22"
         argv += ["-nic", f"user,model=virtio-net-pci,mac={MAC},dnssearch=demo.chv,{forward}"]
+        argv += ["-nic", f"user,model=virtio-net-pci,mac={STATIC_MAC},net=10.8.0.0/24"]
     (directory / "console").touch()
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
     try:

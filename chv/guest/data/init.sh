@@ -63,8 +63,10 @@ static_network() {
         [ "$mac" = "$2" ] || continue
         ip addr add "$address" dev "$1"
         [ "$gateway" = - ] || ip route add default via "$gateway" dev "$1" onlink
-        [ "$search" = - ] || echo "search $search" >>/etc/resolv.conf
-        [ "$servers" = - ] || echo "$servers" | tr ',' '\n' | sed 's/^/nameserver /' >>/etc/resolv.conf
+        [ "$search" = - ] || echo "search $search" >>"/run/chv/resolv.$1"
+        [ "$servers" = - ] ||
+            echo "$servers" | tr ',' '\n' | sed 's/^/nameserver /' >>"/run/chv/resolv.$1"
+        cat /run/chv/resolv.* >/etc/resolv.conf 2>/dev/null
         say "net $1 $address"
         return 0
     done </etc/chv/net
