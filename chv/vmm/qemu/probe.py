@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 from pathlib import Path
 
 import anyio
 
-from chv.common.errors import ChvError
+from chv.common.errors import ChvError, FailedPrecondition
 from chv.common.process import run
 from chv.common.process.child import Child, start_child
 from chv.common.process.pidfd import KILL_WAIT_S_MAX
@@ -78,8 +79,11 @@ async def _version(binary: str) -> str:
 
 def kvm_groups() -> tuple[int, ...]:
     """Return the groups that a process needs to open the KVM device; group 0 is never given."""
-    status = KVM_DEVICE.stat()
-    return (status.st_gid,) if status.st_gid else ()
+    try:
+        group = KVM_DEVICE.stat().st_gid
+    except OSError as error:
+        raise FailedPrecondition(f"no {KVM_DEVICE}: {error.strerror}") from error
+    return (group,) if group else ()
 
 
 async def try_kvm(binary: str, kvm: str, guest: ProbeGuest | None) -> tuple[bool, str]:
@@ -128,8 +132,8 @@ async def _try_boot(binary: str, guest: ProbeGuest) -> tuple[bool, str]:
         os.close(reader)
     if marker in output:
         return True, f"try-boot on KVM reached {marker.decode()!r}"
-    ended = f"ended with {child.returncode}" if child.returncode != -9 else "was cut off"
-    return False, f"try-boot on KVM {ended} after {TRY_S_MAX:g} s at most, {_last_line(output)}"
+    how = "was cut off" if child.returncode == -signal.SIGKILL else f"ended ({child.returncode})"
+    return False, f"try-boot on KVM {how} before {marker.decode()!r}; {_last_line(output)}"
 
 
 def _program(binary: str, guest: ProbeGuest, output: int) -> Program:

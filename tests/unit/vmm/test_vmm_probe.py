@@ -82,7 +82,7 @@ async def test_a_qemu_that_refuses_kvm_is_told_with_its_words(directory: Path) -
     ).probe(GUEST)
     assert seen.accelerator == "tcg"
     assert "Permission denied" in seen.reason
-    assert "ended with 1" in seen.reason
+    assert "ended (1)" in seen.reason
 
 
 @pytest.mark.usefixtures("usable_device")

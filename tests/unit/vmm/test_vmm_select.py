@@ -6,6 +6,7 @@ import pytest
 
 from chv.common.errors import Unsupported
 from chv.vmm.driver import DriverProbe
+from chv.vmm.registry import make_drivers
 from chv.vmm.select import choose, configured
 
 QEMU = DriverProbe(driver="qemu", usable=True, accelerator="tcg", reason="no /dev/kvm")
@@ -58,3 +59,10 @@ def test_the_environment_overrides_the_configuration() -> None:
     assert configured("qemu", {"CHV_VMM": "fake"}) == "fake"
     assert configured("qemu", {}) == "qemu"
     assert configured("", {"CHV_VMM": ""}) == "auto"
+
+
+async def test_every_driver_that_may_be_stored_with_a_vm_is_made() -> None:
+    drivers = make_drivers(qemu_binary="/opt/qemu", environment={"CHV_FAKE": '{"boot_s": 2}'})
+    assert set(drivers) == {"qemu", "fake"}
+    seen = await drivers["qemu"].probe(None)
+    assert "/opt/qemu" in seen.reason

@@ -1,0 +1,26 @@
+"""Makes the drivers of this version from a node's settings.
+
+All of them, always: a VM keeps the driver that was stored with it, also when the node's setting
+changes later. Which one a new VM gets is `select`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chv.vmm.driver import VmmDriver
+from chv.vmm.fake_driver import FakeDriver
+from chv.vmm.qemu.driver import QemuDriver
+
+QEMU_BINARY = "qemu-system-x86_64"
+
+
+def make_drivers(
+    *, qemu_binary: str = "", kvm: str = "auto", environment: Mapping[str, str] | None = None
+) -> dict[str, VmmDriver]:
+    """Return every driver by its name; `environment` may hold the fake's behaviour."""
+    drivers: tuple[VmmDriver, ...] = (
+        QemuDriver(qemu_binary or QEMU_BINARY, kvm=kvm),
+        FakeDriver.from_environment(environment or {}),
+    )
+    return {driver.name: driver for driver in drivers}
