@@ -38,6 +38,9 @@ def resolve_inside(base: Path, relative: str) -> Path:
         raise _outside(relative, "does not resolve") from error
     if real == real_base or not real.is_relative_to(real_base):
         raise _outside(relative, "leads out of its directory")
+    # What is resolved has no link left, unless it goes in circles (Python 3.13 says nothing).
+    if any(step.is_symlink() for step in (real, *real.parents) if step.is_relative_to(real_base)):
+        raise _outside(relative, "does not resolve")
     return real
 
 
