@@ -39,6 +39,16 @@ async def image(tmp_path_factory: pytest.TempPathFactory) -> TinyImage:
     return found
 
 
+def start(argv: list[str]) -> subprocess.Popen[bytes]:
+    """Start a process that the test kills."""
+    return subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+
+
+def output(*argv: str) -> bytes:
+    """Return what a program prints; fail if it fails."""
+    return subprocess.run(argv, capture_output=True, check=True).stdout
+
+
 def debs(image: TinyImage) -> Path:
     return image.directory / "debs"
 
@@ -63,7 +73,7 @@ async def test_a_killed_build_leaves_nothing_under_a_final_name(
 ) -> None:
     out = tmp_path / "out"
     argv = [sys.executable, "-m", "chv.guest.tiny", "--out", str(out), "--cache", str(debs(image))]
-    builder = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+    builder = start(argv)
     try:
         await wait_until(lambda: list(out.glob(f"{tiny.WORK_PREFIX}*/kernel")), timeout_s=60)
         builder.send_signal(signal.SIGKILL)
@@ -105,12 +115,8 @@ async def test_a_seeded_guest_is_reached_by_ssh_and_ends_at_the_power_button(
         assert time.perf_counter() - pressed < 10
         assert "chv-guest: stopped" in vm.console
     disk = tmp_path / "disk"
-    check = subprocess.run(["/sbin/e2fsck", "-fn", disk], capture_output=True, check=False)
-    assert check.returncode == 0, check.stdout
-    content = subprocess.run(
-        ["/sbin/debugfs", "-R", "cat /kept", disk], capture_output=True, check=True
-    )
-    assert content.stdout == b"kept\n"
+    assert output("/sbin/e2fsck", "-fn", str(disk))
+    assert output("/sbin/debugfs", "-R", "cat /kept", str(disk)) == b"kept\n"
 
 
 async def test_a_guest_reboots_by_itself_and_comes_back(image: TinyImage, tmp_path: Path) -> None:

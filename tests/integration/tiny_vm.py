@@ -120,6 +120,10 @@ def write_seed(directory: Path, port: int) -> None:
     (directory / "wrong_known_hosts").write_text(wrong)
 
 
+def _start(argv: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+
+
 @asynccontextmanager
 async def boot(image: TinyImage, directory: Path, *, seeded: bool) -> AsyncIterator[TinyVm]:
     """Boot the image with a data disk, and a seed disk if `seeded`; kill it in the end."""
@@ -141,7 +145,7 @@ async def boot(image: TinyImage, directory: Path, *, seeded: bool) -> AsyncItera
         argv += ["-nic", f"user,model=virtio-net-pci,mac={MAC},dnssearch=demo.chv,{forward}"]
         argv += ["-nic", f"user,model=virtio-net-pci,mac={STATIC_MAC},net=10.8.0.0/24"]
     (directory / "console").touch()
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    process = _start(argv)
     try:
         yield TinyVm(directory, process, port)
     finally:
