@@ -28,7 +28,7 @@ from chv.agent.guest_access import GuestProbe
 from chv.agent.images import Images
 from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.ports import Gate, Limits, World
-from chv.agent.probes import Probes, make_drivers
+from chv.agent.probes import Probes, settings_of
 from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
 from chv.agent.store_sqlite import open_store
@@ -46,6 +46,7 @@ from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
+from chv.vmm.registry import make_drivers
 
 log = logs.get("chv.agent")
 RETRY_S = 0.2
@@ -89,7 +90,10 @@ class Agent:
         self.console = ConsoleKeeper(layout, self.provider, self.ids)
         self.images = Images(layout.images, Path(config.images.cache_dir))
         self.seeds = Seeds(layout)
-        settings, drivers = make_drivers(config.vmm, os.environ)
+        settings = settings_of(config.vmm, os.environ)
+        drivers = make_drivers(
+            qemu_binary=settings.qemu_binary, kvm=settings.kvm, environment=os.environ
+        )
         self.probes = Probes(
             settings,
             drivers,

@@ -24,8 +24,6 @@ from chv.common.wire.agent import VmmProbe
 from chv.common.wire.resources import VmmChoice
 from chv.guest.tiny import KERNEL_CMDLINE
 from chv.vmm.driver import DriverProbe, ProbeGuest, VmmDriver
-from chv.vmm.fake_driver import FakeDriver
-from chv.vmm.qemu.driver import QemuDriver
 from chv.vmm.select import FAKE, choose, configured
 
 log = logs.get(__name__)
@@ -33,16 +31,10 @@ CACHE_FILE = "vmm-probes.json"
 KVM = Path("/dev/kvm")
 
 
-def make_drivers(
-    settings: VmmSettings, environment: Mapping[str, str]
-) -> tuple[VmmSettings, dict[str, VmmDriver]]:
-    """Return the drivers of this node, and the settings with CHV_VMM taken into account."""
+def settings_of(settings: VmmSettings, environment: Mapping[str, str]) -> VmmSettings:
+    """Return the settings with CHV_VMM taken into account."""
     wanted = configured(settings.driver, environment)
-    settings = msgspec.convert(msgspec.to_builtins(settings) | {"driver": wanted}, VmmSettings)
-    if wanted == FAKE:
-        return settings, {FAKE: FakeDriver.from_environment(environment)}
-    binary = settings.qemu_binary or "qemu-system-x86_64"
-    return settings, {"qemu": QemuDriver(binary, kvm=settings.kvm)}
+    return msgspec.convert(msgspec.to_builtins(settings) | {"driver": wanted}, VmmSettings)
 
 
 class CachedProbes(msgspec.Struct, frozen=True):
@@ -80,6 +72,7 @@ class Probes:
                 reason=probe.reason,
             )
             for probe in self._results
+            if probe.driver != FAKE or self._settings.driver == FAKE
         ]
 
     async def select(self, choice: VmmChoice) -> VmmSelection:
@@ -118,8 +111,12 @@ class Probes:
 
     def _wants_try_boot(self, quick: list[DriverProbe]) -> bool:
         """A try-boot is for KVM alone: without the device or with KVM off nothing is to learn."""
-        names = {probe.driver for probe in quick}
-        return self._settings.kvm == "auto" and KVM.exists() and names != {"fake"}
+        return (
+            self._settings.kvm == "auto"
+            and self._settings.driver != FAKE
+            and KVM.exists()
+            and any(probe.usable for probe in quick if probe.driver != FAKE)
+        )
 
     def _cached(self, key: str) -> list[DriverProbe] | None:
         try:
