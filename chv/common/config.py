@@ -82,7 +82,6 @@ class VmmConfig(_Table, frozen=True):
     qemu_binary: PathText = ""
     cloud_hypervisor_binary: PathText = ""
     kvm: Literal["auto", "off"] = "auto"
-    memory_overhead_mib: Annotated[int, Meta(ge=16, le=65_536)] = 512
 
 
 class ImagesConfig(_Table, frozen=True):
