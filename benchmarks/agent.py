@@ -103,7 +103,7 @@ def _spawn_seconds(client: BlockingClient, operation_id: str) -> float:
     """Return what the VMM itself took: from the start of its spawn to the end of its boot."""
     request = agent.WaitOperation(operation_id=operation_id, timeout_s=60)
     operation = client.call(agent.WAIT_OPERATION, request).operation
-    own = [step for step in operation.steps if step.name.split(" ")[0] in ("SpawnVmm", "BootVm")]
+    own = [step for step in operation.steps if step.name.split(" ")[0] in ("spawn", "boot")]
     return sum(_seconds(step.ended_at) - _seconds(step.started_at) for step in own)
 
 

@@ -1,0 +1,144 @@
+"""SIGKILL of the agent before and after every step of VM create and VM delete, on a real node.
+
+Real daemons, storage and network; the VMM is the shipped fake. One node goes through all points: a
+run is armed with a failpoint of the create, the agent dies there; the next run is armed with the
+same moment of the delete and first has to finish the create. At most one VMM may ever live, and
+at the end nothing may be left.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chv.agent.vm.apply import FAILPOINTS
+from chv.host import devnode
+from tests.integration.live_node import LiveNode, live_node, need, wait_for
+
+pytestmark = [pytest.mark.root, need()]
+
+LONG = bool(os.environ.get("CHV_LONG"))
+SEED = 20_261_130
+SAMPLE = 14  # of the points, in CI; the long run takes all of them
+MANIFEST = """
+apiVersion: compute.chv.dev/v1alpha1
+kind: Volume
+metadata: {name: disk}
+spec: {size: 64Mi, format: raw}
+---
+apiVersion: compute.chv.dev/v1alpha1
+kind: VirtualMachine
+metadata: {name: victim}
+spec:
+  memory: 64Mi
+  disks: [{name: data, volume: disk}]
+  interfaces: [{name: eth0, network: lan}]
+"""
+NETWORK = """
+apiVersion: compute.chv.dev/v1alpha1
+kind: Network
+metadata: {name: lan}
+spec: {subnet: 10.9.0.0/24}
+"""
+# Steps that a plain create or delete of a healthy VM never takes.
+NOT_HERE = (
+    "adopt",
+    "mark_recovering",
+    "pause",
+    "recover_backend",
+    "await_disks",
+    "reset",
+    "resume",
+)
+DELETING = ("stop", "cleanup", "detach_volume", "forget", "detach_nic", "remove_files",
+            "finish_delete")  # fmt: skip
+
+
+def step_of(point: str) -> str:
+    return point.split(".")[2]
+
+
+POINTS = [point for point in FAILPOINTS if step_of(point) not in NOT_HERE]
+CREATE_POINTS = [point for point in POINTS if step_of(point) not in DELETING]
+DELETE_POINTS = [point for point in POINTS if step_of(point) in DELETING]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
+    with live_node(CHV_VMM="fake", CHV_TEST_BUILD="1") as running:
+        directory = tmp_path_factory.mktemp("manifests")
+        (directory / "vm.yaml").write_text(MANIFEST)
+        (directory / "network.yaml").write_text(NETWORK)
+        running.environment["MANIFESTS"] = str(directory)
+        running.cli("apply", "-f", str(directory / "network.yaml"), "--wait")
+        yield running
+
+
+def manifest(node: LiveNode) -> str:
+    return str(Path(node.environment["MANIFESTS"]) / "vm.yaml")
+
+
+def restart(node: LiveNode, failpoints: str = "") -> None:
+    """Bring the agent up, armed; it may die of the failpoint before it is even ready."""
+    if devnode.agent_process(node.dev) is not None:
+        node.down()
+    node.cli("up", "--dir", str(node.directory), check=False, env={"CHV_FAILPOINTS": failpoints})
+
+
+def await_death(node: LiveNode) -> None:
+    wait_for(lambda: devnode.agent_process(node.dev) is None, 30, "the agent's death")
+
+
+def chosen(points: list[str]) -> list[str]:
+    if LONG:
+        return points
+    return sorted(random.Random(SEED).sample(points, min(SAMPLE, len(points))))
+
+
+def test_no_step_is_left_out_of_create_and_delete() -> None:
+    assert {step_of(point) for point in FAILPOINTS} == (
+        {step_of(point) for point in POINTS} | set(NOT_HERE)
+    )
+
+
+@pytest.mark.parametrize("point", chosen(CREATE_POINTS))
+def test_kill_in_create_converges_to_one_running_vm(node: LiveNode, point: str) -> None:
+    restart(node, f"{point}=1*kill")
+    node.cli("apply", "-f", manifest(node), check=False)
+    await_death(node)
+    assert len(node.workers("vmm")) <= 1
+    before = node.workers("vmm")
+    restart(node)
+    wait_for(lambda: node.status("victim")["phase"] == "Running", 30, "a running VM")
+    after = node.workers("vmm")
+    assert len(after) == 1
+    assert not before or before == after, "a VMM that lived was replaced"
+    node.cli("delete", "-f", manifest(node))
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("point", chosen(DELETE_POINTS))
+def test_kill_in_delete_converges_to_nothing(node: LiveNode, point: str) -> None:
+    restart(node)
+    node.cli("apply", "-f", manifest(node), "--wait")
+    wait_for(lambda: node.status("victim")["phase"] == "Running", 30, "a running VM")
+    restart(node, f"{point}=1*kill")
+    node.cli("delete", "vm", "victim", "--no-wait", check=False)
+    await_death(node)
+    restart(node)
+    wait_for(lambda: node.cli("get", "vm", "victim", check=False).returncode == 4, 30, "gone")
+    node.cli("delete", "volume", "disk")
+    assert_nothing_left(node)
+
+
+def assert_nothing_left(node: LiveNode) -> None:
+    layout = node.dev.layout
+    assert node.workers("vmm") == {}
+    assert node.workers("qsd") == {}
+    for directory in (layout.vms, layout.state / "vms", layout.state / "volumes"):
+        if directory.exists():
+            assert [path.name for path in directory.iterdir()] == [], directory
