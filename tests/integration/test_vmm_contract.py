@@ -1,27 +1,18 @@
-"""One behaviour suite for every VMM driver: the in-process fake, the fake process, real QEMU.
-
-The guest of real QEMU is a boot sector that prints a line, heeds the power button and obeys
-single letters on the serial port, so that it is up in a fraction of a second.
-"""
+"""One behaviour suite for every VMM driver, run by the same assertions against each."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import socket
-import struct
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 import msgspec
 import pytest
-from anyio.abc import SocketStream
 
 from chv.common.errors import (
     DeadlineExceeded,
@@ -30,274 +21,11 @@ from chv.common.errors import (
     OutcomeUnknown,
     Unavailable,
 )
-from chv.common.ids import Ids
-from chv.common.layout import Layout
-from chv.common.process import PlainProvider, SpawnSpec, WorkerRecord, terminate, wait_gone
-from chv.common.process.child import Child, start_child
-from chv.common.process.spec import Program
 from chv.vmm import fake_driver, in_process
-from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig, VmmDriver, VmmState
-from chv.vmm.fake_driver import FakeDriver, FakeDriverBase
-from chv.vmm.in_process import InProcessVmms
+from chv.vmm.driver import VmmState
 from chv.vmm.qemu import qmp
-from chv.vmm.qemu.driver import QemuDriver
 from tests.helpers import wait_until
-
-READY = b"chv-guest: ready"
-# 16-bit code at 0x7c00: enable PWRBTN in PM1_EN (0x602), print the text at the end to 0x3f8, then
-# for ever: echo a letter from 0x3f8 and obey it (i = ignore the button, p = pvpanic (0x505),
-# r = reset (0xcf9), o = off); on PWRBTN in PM1_STS (0x600): off, which is SLP_EN with type S5 to
-# PM1_CNT (0x604).
-BOOT_SECTOR = (
-    bytes.fromhex(
-        "faba0206b80001efbe5e0081c6007c31db8edbac84c07406baf803eeebf5bafd03eca8017422baf803ec"
-        "ee3c697501433c707506ba0505b001ee3c727506baf90cb006ee3c6f740d85db75d2ba0006eda9000174"
-        "c9ba0406b80020efebc0"
-    )
-    + READY
-    + b"\r\n\0"
-).ljust(510, b"\0") + b"\x55\xaa"
-TUNSETIFF, TUNGETIFF = 0x400454CA, 0x800454D2
-IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
-LETTERS = {"ignore_button": b"i", "panic": b"p", "reboot": b"r", "power_off": b"o"}
-
-
-class Rig(Protocol):
-    """One VM under test and the world around it."""
-
-    driver: VmmDriver
-    runtime_dir: Path
-
-    async def launch(self, *, disk: bool = False) -> None:
-        """Start the VMM; with `disk` on a vhost-user disk named `root`."""
-
-    def another_driver(self) -> VmmDriver:
-        """Return a driver with no memory, as after a restart of the agent."""
-
-    async def guest(self, action: str) -> None:
-        """Let the guest do something on its own."""
-
-    async def ready(self) -> None:
-        """Return once the guest has come up since the last call."""
-
-    def send(self, number: int) -> None:
-        """Signal the VMM."""
-
-    async def gone(self) -> None:
-        """Return once the VMM has ended."""
-
-    def stop_backend(self) -> None:
-        """Kill the storage daemon and take its socket away."""
-
-    async def start_backend(self) -> None:
-        """Start the storage daemon on the same path."""
-
-
-class ProcessRig:
-    """A VMM in a process of its own with its own uid."""
-
-    def __init__(self, driver: VmmDriver, base: Path, stack: AsyncExitStack) -> None:
-        self.driver = driver
-        self.layout = Layout("vmmtst", run_root=base / "r", state_root=base / "s")
-        self.provider = PlainProvider(self.layout)
-        self.base = base
-        self.runtime_dir = base / Ids().nonce()
-        self.image = base / "boot.img"
-        self.export = base / "root.sock"
-        self.record: WorkerRecord | None = None
-        self.backend: Child | None = None
-        self.serial: SocketStream | None = None
-        self.stack = stack
-        self.nics: dict[str, int] = {}
-
-    def config(self, *, disk: bool) -> VmmConfig:
-        uid = Ids().uid()
-        file = DiskConfig(
-            id="seed", kind="file", path=str(self.image), read_only=True, boot_index=2 - disk * 2
-        )
-        root = DiskConfig(id="root", kind="vhost-user-blk", path=str(self.export), boot_index=1)
-        return VmmConfig(
-            vm_id=uid,
-            uuid=uid,
-            name="contract",
-            worker_id=self.layout.worker_id("vmm", uid, Ids().nonce()),
-            cpus=1,
-            memory_bytes=64 << 20,
-            accelerator="tcg",
-            disks=(file, root) if disk else (file,),
-            nics=tuple(NicConfig(id=name, mac="52:54:00:12:34:56") for name in self.nics),
-            runtime_dir=str(self.runtime_dir),
-        )
-
-    async def launch(self, *, disk: bool = False) -> None:
-        if disk:
-            await self.start_backend()
-        config = self.config(disk=disk)
-        uid = self.layout.vmm_uid(0)
-        self.runtime_dir.mkdir(mode=0o700)
-        os.chown(self.runtime_dir, uid, uid)
-        if disk:
-            os.chown(self.export, uid, uid)
-        launch = self.driver.launch(config)
-        spec = SpawnSpec(
-            worker_id=config.worker_id,
-            argv=launch.argv,
-            environment=launch.environment,
-            uid=uid,
-            gid=uid,
-            groups=launch.groups,
-            log_path=str(self.base / "vmm.log"),
-            fds={launch.nic_fds[name]: fd for name, fd in self.nics.items()},
-        )
-        self.record = await self.provider.spawn(spec)
-        self.stack.push_async_callback(terminate, self.record, grace_s=0)
-        try:
-            await wait_until(self._answers)
-        except AssertionError:
-            pytest.fail(f"no VMM: {(self.base / 'vmm.log').read_text()}")
-        self.serial = await anyio.connect_unix(self.driver.serial_socket(self.runtime_dir))
-        self.stack.push_async_callback(self.serial.aclose)
-
-    async def _answers(self) -> bool:
-        try:
-            await self.driver.observe(self.runtime_dir)
-        except Unavailable:
-            return False
-        return True
-
-    def another_driver(self) -> VmmDriver:
-        return type(self.driver)()
-
-    async def guest(self, action: str) -> None:
-        if isinstance(self.driver, FakeDriverBase):
-            await self.driver.guest(self.runtime_dir, action)
-        else:
-            assert self.serial is not None
-            await self.serial.send(LETTERS[action])
-            if action == "ignore_button":
-                with anyio.fail_after(10):
-                    while LETTERS[action] not in await self.serial.receive():
-                        pass  # until the echo: from there on it does
-
-    async def ready(self) -> None:
-        assert self.serial is not None
-        seen = b""
-        with anyio.fail_after(20):
-            while READY not in seen:
-                seen += await self.serial.receive()
-
-    def send(self, number: int) -> None:
-        assert self.record is not None
-        os.kill(self.record.pid, number)
-
-    async def gone(self) -> None:
-        assert self.record is not None
-        with anyio.fail_after(10):
-            await wait_gone(self.record)
-
-    def stop_backend(self) -> None:
-        assert self.backend is not None
-        self.export.unlink()
-        self.backend.kill_group()
-        self.backend.reap()
-
-    async def start_backend(self) -> None:
-        raw = f"driver=file,node-name=n,filename={self.image},read-only=on,locking=off"
-        export = f"vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={self.export}"
-        argv = ("qemu-storage-daemon", "--blockdev", raw, "--export", export)
-        self.backend = await start_child(Program(argv=argv))
-        await wait_until(self.export.exists, what="storage daemon")
-        self.export.chmod(0o666)
-
-    async def end_backend(self) -> None:
-        if self.backend is not None and self.backend.returncode is None:
-            await self.backend.terminate(grace_s=0)
-
-
-class InProcessRig:
-    """A VMM without a process."""
-
-    def __init__(self) -> None:
-        self.vmms = InProcessVmms()
-        self.driver: VmmDriver = self.vmms
-        self.runtime_dir = Path("/nowhere")
-        self.worker_id = Layout("vmmtst").worker_id("vmm", Ids().uid(), "0")
-
-    async def launch(self, *, disk: bool = False) -> None:
-        uid = Ids().uid()
-        disks = (DiskConfig(id="root", kind="vhost-user-blk", path="/s"),) if disk else ()
-        config = VmmConfig(
-            vm_id=uid,
-            uuid=uid,
-            name="contract",
-            worker_id=self.worker_id,
-            cpus=1,
-            memory_bytes=64 << 20,
-            disks=disks,
-            runtime_dir=str(self.runtime_dir),
-        )
-        self.vmms.start(self.vmms.launch(config).argv)
-        self.vmm = self.vmms.at(self.runtime_dir)
-
-    def another_driver(self) -> VmmDriver:
-        return self.vmms
-
-    async def guest(self, action: str) -> None:
-        await self.vmms.guest(self.runtime_dir, action)
-
-    async def ready(self) -> None:
-        assert self.vmm.vm.state is VmmState.RUNNING
-
-    def send(self, number: int) -> None:
-        if number == signal.SIGKILL:
-            self.vmms.kill(self.worker_id)
-        elif number == signal.SIGSTOP:
-            self.vmm.freeze()
-        else:
-            self.vmm.thaw()
-
-    async def gone(self) -> None:
-        with anyio.fail_after(1):
-            await self.vmms.wait_gone(self.worker_id)
-
-    def stop_backend(self) -> None:
-        self.vmm.vm.disks["root"] = False
-
-    async def start_backend(self) -> None:
-        self.vmm.vm.disks["root"] = True
-
-
-@contextmanager
-def open_directory() -> Iterator[Path]:
-    """Make a directory that the VM's uid may pass through; pytest's own are 0700."""
-    base = Path(tempfile.mkdtemp(prefix="chv-vmm-"))
-    base.chmod(0o711)
-    (base / "boot.img").write_bytes(BOOT_SECTOR.ljust(1 << 20, b"\0"))
-    (base / "boot.img").chmod(0o644)
-    try:
-        yield base
-    finally:
-        shutil.rmtree(base)
-
-
-@asynccontextmanager
-async def open_rig(kind: str) -> AsyncIterator[Rig]:
-    if kind == "in_process":
-        yield InProcessRig()
-        return
-    if os.geteuid() != 0:
-        pytest.skip("needs root: VMMs run under uids of their own")
-    if kind == "qemu" and shutil.which("qemu-system-x86_64") is None:
-        pytest.skip("qemu-system-x86_64 is not installed")
-    driver: VmmDriver = QemuDriver() if kind == "qemu" else FakeDriver()
-    assert (await driver.probe(None)).usable
-    with open_directory() as base:
-        async with AsyncExitStack() as stack:
-            rig = ProcessRig(driver, base, stack)
-            stack.push_async_callback(rig.end_backend)
-            yield rig
-            await driver.close(rig.runtime_dir)
-
+from tests.vmm_rigs import TUNGETIFF, ProcessRig, Rig, open_rig, open_tap
 
 KINDS = [
     "in_process",
@@ -591,18 +319,6 @@ async def test_a_vmm_process_has_its_own_uid_and_no_capabilities(kind: str) -> N
         if kind == "qemu":
             assert status["Seccomp"] == "2"
         assert msgspec.to_builtins(made.provider.adopt(made.record).verdict) == "alive"
-
-
-@contextmanager
-def open_tap() -> Iterator[int]:
-    """A tap that vanishes with its descriptor."""
-    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
-        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH14x", b"chvtst%d", flags))
-        yield fd
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.root
