@@ -21,10 +21,11 @@ from chv.common.wire.types import (
     Feature,
     Message,
     Name,
+    NameOrEmpty,
     PathText,
     Port,
     Reply,
-    Sha256,
+    Sha256OrEmpty,
     ShortText,
 )
 
@@ -82,7 +83,7 @@ class ListObjects(Message, frozen=True, kw_only=True):
     """All objects of a kind; namespace empty means all of them."""
 
     kind: Kind
-    namespace: Name | str = ""
+    namespace: NameOrEmpty = ""
 
 
 class ListReply(Reply, frozen=True, kw_only=True):
@@ -273,7 +274,7 @@ class OpenGuest(Message, frozen=True, kw_only=True):
     name: Name
     namespace: Name = "default"
     port: Port = 22
-    interface: Name | str = ""
+    interface: NameOrEmpty = ""
     timeout_s: Annotated[float, Meta(gt=0, le=30)] = 5.0
 
 
@@ -317,7 +318,7 @@ class ImportImage(Message, frozen=True, kw_only=True):
     artifact: Annotated[str, Meta(pattern=r"^(kernel|initramfs|disk)\Z")] = "disk"
     path: Annotated[PathText, Meta(min_length=2)]
     format: Annotated[str, Meta(pattern=r"^(raw|qcow2)\Z")] = "raw"
-    sha256: Sha256 | str = ""  # empty: computed and pinned
+    sha256: Sha256OrEmpty = ""  # empty: computed and pinned
     requester: ShortText
 
 

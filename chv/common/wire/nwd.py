@@ -22,7 +22,8 @@ from chv.common.wire.types import (
     HostUid,
     Ipv4,
     Ipv4Cidr,
-    Mac,
+    Ipv4OrEmpty,
+    MacOrEmpty,
     Message,
     Mtu,
     Name,
@@ -50,7 +51,7 @@ class Topology(Message, frozen=True, kw_only=True):
     name: Name
     tenant: Name
     subnet: Ipv4Cidr
-    gateway: Ipv4 | str = ""
+    gateway: Ipv4OrEmpty = ""
     mtu: Mtu = 1450
     uplink: UplinkMode = UplinkMode.NAT
     dns_domain: Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?\Z")]
@@ -105,8 +106,8 @@ class AttachVmNic(Message, frozen=True, kw_only=True):
     vm_id: Uid
     network_id: Uid
     hostname: Name
-    mac: Mac | str = ""
-    address: Ipv4 | str = ""
+    mac: MacOrEmpty = ""
+    address: Ipv4OrEmpty = ""
     owner_uid: HostUid
     guest_ports: Annotated[list[Port], Meta(max_length=GUEST_PORTS_MAX)] = []
 

@@ -19,7 +19,7 @@ from chv.common.wire.types import (
     FrozenMeta,
     Ipv4,
     Ipv4Cidr,
-    Mac,
+    MacOrEmpty,
     Mtu,
     Name,
     PathText,
@@ -269,7 +269,7 @@ class InterfaceSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     name: Name
     network: Name
-    mac: Mac | str = ""
+    mac: MacOrEmpty = ""
     address: Annotated[str, Meta(max_length=15)] = ""
 
 
