@@ -110,7 +110,8 @@ def _tell(fd: int) -> None:
     os.close(fd)
 
 
-def _prepare(layout: Layout) -> None:
+def prepare(layout: Layout) -> None:
+    """Make the directories that the daemon itself needs."""
     for directory in (layout.run, layout.vms, layout.state):
         ensure_dir(directory, mode=0o711)
     ensure_dir(layout.api, mode=0o750, gid=-1)
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = configuration.load(options.config)
         logs.setup(DAEMON, config.node.log_level)
         layout = configuration.resolve_layout(config)
-        _prepare(layout)
+        prepare(layout)
         with FileLock.acquire(layout.lock(DAEMON)):
             anyio.run(serve, config, layout)
     except ChvError as error:

@@ -46,15 +46,17 @@ class Node:
         self.log = root / "stord.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    async def start(self, failpoints: str = "") -> None:
+    async def start(self, failpoints: str = "", failpoints_log: Path | None = None) -> None:
         """Start stord and wait until it is ready, or has ended."""
-        await anyio.to_thread.run_sync(self._start, failpoints)
+        await anyio.to_thread.run_sync(self._start, failpoints, failpoints_log)
 
-    def _start(self, failpoints: str) -> None:
+    def _start(self, failpoints: str, failpoints_log: Path | None) -> None:
         reader, writer = os.pipe()
         environment = {**os.environ, "CHV_READY_FD": str(writer)}
         if failpoints:
             environment |= {"CHV_TEST_BUILD": "1", "CHV_FAILPOINTS": failpoints}
+        if failpoints_log is not None:
+            environment["CHV_FAILPOINTS_LOG"] = str(failpoints_log)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "chv.stord", "--config", str(self.config)],

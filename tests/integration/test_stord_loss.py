@@ -14,11 +14,15 @@ import msgspec
 import pytest
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from chv.common import config as configuration
 from chv.common.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from chv.common.rpc import Client, connect
 from chv.common.store import Store
 from chv.common.wire import stord as wire
 from chv.common.wire.types import HELLO, Empty, HelloRequest
+from chv.stord import keeper
+from chv.stord.__main__ import prepare, serve
+from chv.stord.qsd import monitor
 from chv.stord.records import MIGRATIONS, Records
 from tests.helpers import wait_until
 from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node
@@ -244,6 +248,38 @@ async def test_a_hung_storage_daemon_is_a_typed_error_within_the_deadline(node: 
     finally:
         os.kill(info.backend_pid, signal.SIGCONT)
     assert (await node.attach(volume, vm)).backend is wire.BackendState.SERVING
+
+
+async def test_a_storage_daemon_that_hangs_three_times_is_killed_and_told_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In this process, since nobody wants to wait for the real deadlines."""
+    monkeypatch.setattr(keeper, "PULSE_S", 0.05)
+    monkeypatch.setattr(monitor, "CALL_TIMEOUT_S", 0.2)
+    async with open_node(start=False) as node, anyio.create_task_group() as tasks:
+        config = configuration.load(node.config)
+        prepare(node.layout)
+        tasks.start_soon(serve, config, node.layout)
+        await wait_until(node.layout.socket("stord").exists)
+        ready = await wait_until(lambda: served_soon(node))
+        assert ready is not None
+        volume, vm, info = ready
+        async with watching(node) as events:
+            os.kill(info.backend_pid, signal.SIGSTOP)
+            lost = await events.receive()
+        assert (lost.kind, lost.vm_id) == ("backend_lost", vm)
+        assert not Path(info.export_path).exists()
+        assert node.workers() == []
+        await node.recover(vm)
+        await node.detach(volume, vm)
+        tasks.cancel_scope.cancel()
+
+
+async def served_soon(node: Node) -> tuple[str, str, wire.AttachmentInfo] | None:
+    try:
+        return await served(node)
+    except Unavailable:
+        return None  # it is still reading its records
 
 
 async def test_a_hung_storage_daemon_does_not_keep_its_vm_from_the_last_detach(node: Node) -> None:
