@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import stat
@@ -217,12 +218,23 @@ def test_a_killed_holder_frees_its_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_on_a_removed_file_does_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "agent.lock"
+def test_a_lock_on_a_file_replaced_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock, calls = tmp_path / "agent.lock", fcntl.flock, []
+
+    def replaced_between_open_and_lock(fd: int, operation: int) -> None:
+        if not calls:
+            path.unlink()
+            path.touch()
+        calls.append(fd)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_between_open_and_lock)
     with FileLock.acquire(path):
-        path.unlink()
-        with FileLock.acquire(path):
-            assert path.exists()
+        with pytest.raises(Conflict, match=f"process {os.getpid()}"), FileLock.acquire(path):
+            pass
+        assert path.read_text() == f"{os.getpid()}\n"
 
 
 def test_a_copy_is_equal_private_and_alone(tmp_path: Path) -> None:
