@@ -221,7 +221,8 @@ def test_a_killed_holder_frees_its_lock(tmp_path: Path) -> None:
 def test_a_lock_on_a_file_replaced_meanwhile_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, flock, calls = tmp_path / "agent.lock", fcntl.flock, []
+    path, flock = tmp_path / "agent.lock", fcntl.flock
+    calls: list[int] = []
 
     def replaced_between_open_and_lock(fd: int, operation: int) -> None:
         if not calls:
