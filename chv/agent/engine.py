@@ -50,6 +50,7 @@ class Engine:
         self._workers = Workers(self._worker)
         self._context = Context(world, self._ledger, self._workers.wake)
         self._mutations = Mutations(self._context, self._workers)
+        self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:
         """Read the store into memory: from here on reads answer. No effect on the world."""
@@ -63,10 +64,14 @@ class Engine:
         """Reconcile until cancelled. Call `load`, then `recover`, then start this in a group."""
         async with anyio.create_task_group() as group:
             self._workers.attach(group)
-            for stored in self._ledger.tables.objects.values():
-                self._workers.ensure(stored)
+            self._look_at_all()
             task_status.started()
             await anyio.sleep_forever()
+
+    def _look_at_all(self) -> None:
+        """Every object has a worker, also one whose coming was stored without a reply."""
+        for stored in self._ledger.tables.objects.values():
+            self._workers.ensure(stored)
 
     def _worker(self, stored: StoredObject) -> Worker:
         reconciler = RECONCILERS[stored.resource.kind](self._context, stored.uid)

@@ -7,7 +7,7 @@ and then stores holds `writing` for both. Fails as the store does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -42,6 +42,7 @@ class Ledger:
         self.tables = Tables()
         self.objects = Watch()
         self.operations = Watch()
+        self.on_reload: Callable[[], None] = lambda: None
         self._lock = anyio.Lock()
         self._doubtful = True
         self._commits = 0
@@ -92,6 +93,7 @@ class Ledger:
         # What changed is not known: wake all who wait, they look for themselves.
         self.objects.notify_all()
         self.operations.notify_all()
+        self.on_reload()
 
     def _trim(self) -> None:
         """Forget the oldest final operations in memory; the store keeps them longer."""

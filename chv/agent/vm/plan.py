@@ -436,8 +436,10 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
     steps = _nics(desired, observed) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
-    if worker.state is VmmState.CREATED:
-        steps.append(BootStep())
+    if worker.state is VmmState.CREATED or (
+        worker.state is VmmState.RUNNING and not worker.booted
+    ):
+        steps.append(BootStep())  # where it runs already, that is written down
     elif worker.state is VmmState.PAUSED:
         steps.append(ResumeStep())
     elif worker.state is VmmState.UNKNOWN:
@@ -463,7 +465,7 @@ def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> S
         return StopStep(EndKind.GUEST_SHUTDOWN, ask=False)
     if worker.state is VmmState.PANICKED:
         return StopStep(EndKind.PANIC, ask=False)
-    if worker.start_expired:
+    if worker.start_expired and worker.state in (VmmState.CREATED, VmmState.UNKNOWN):
         return StopStep(EndKind.START_TIMEOUT, ask=False)
     if observed.recovery_failures >= RECOVERY_FAILURES_MAX:
         return StopStep(EndKind.STORAGE_LOST, ask=False)

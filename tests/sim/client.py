@@ -1,0 +1,154 @@
+"""The users of the simulation: random requests, each repeated under one key until answered.
+
+Outlives the agent. What was acknowledged is remembered, so that nothing acknowledged may be
+found lost. Refusals that a correct agent gives (in use, being deleted) are part of the game.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import anyio
+import msgspec
+
+from chv.agent.engine import Engine
+from chv.common.errors import (
+    ChvError,
+    Conflict,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InUse,
+    InvalidArgument,
+    NotFound,
+    OutcomeUnknown,
+    Unavailable,
+)
+from chv.common.wire import agent as api
+from chv.common.wire.types import API_VERSION
+
+LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
+REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound)
+VMS, VOLUMES, NETWORKS = 3, 4, 2
+PAUSES_S = (0.0, 0.01, 0.3, 2.0, 8.0)
+
+
+class Client:
+    """A list of requests and the position in it."""
+
+    def __init__(self, generator: random.Random, count: int) -> None:
+        self._random = generator
+        self.requests: list[dict[str, Any]] = [self._base()]
+        self.requests += [self._request() for _ in range(count)]
+        self.position = 0
+        self.acknowledged: dict[str, int] = {}  # uid -> generation
+        self.operations: set[str] = set()
+        self.refused: Counter[str] = Counter()
+
+    async def run(self, engine: Engine) -> None:
+        """Send what is left, in order."""
+        while self.position < len(self.requests):
+            await anyio.sleep(self._random.choice(PAUSES_S))
+            await self._send(engine, self.requests[self.position])
+
+    async def _send(self, engine: Engine, request: dict[str, Any]) -> None:
+        key = f"key-{self.position}"
+        try:
+            await self._dispatch(engine, request, key)
+        except LOST:
+            return  # once more, under the same key
+        except REFUSED as error:
+            self.refused[type(error).__name__] += 1
+        except ChvError as error:
+            raise AssertionError(f"{request}: {error!r}") from error
+        self.position += 1
+
+    async def _dispatch(self, engine: Engine, request: dict[str, Any], key: str) -> None:
+        match request:
+            case {"apply": objects}:
+                raw = [msgspec.Raw(msgspec.json.encode(each)) for each in objects]
+                applied = await engine.apply(
+                    api.Apply(objects=raw, requester="sim", idempotency_key=key)
+                )
+                for result in applied.results:
+                    self._acknowledge(result.uid, result.generation, result.operation_id)
+            case {"delete": (kind, name)}:
+                reply = await engine.delete(api.DeleteObject(kind=kind, name=name, requester="sim"))
+                self._acknowledge(reply.operation.uid, 0, reply.operation.id)
+            case {"verb": verb, "name": name, "force": force}:
+                reply = await engine.act(
+                    api.ActOnVm(
+                        verb=verb, name=name, requester="sim", force=force, idempotency_key=key
+                    )
+                )
+                operation = reply.operation
+                self._acknowledge(operation.uid, operation.generation, operation.id)
+
+    def _acknowledge(self, uid: str, generation: int, operation_id: str) -> None:
+        self.acknowledged[uid] = max(generation, self.acknowledged.get(uid, 0))
+        if operation_id:
+            self.operations.add(operation_id)
+
+    # --- requests
+
+    def _base(self) -> dict[str, Any]:
+        objects = [_object("Image", "tiny", {"builtin": "tiny"})]
+        objects += [self._network(n) for n in range(NETWORKS)]
+        objects += [self._volume(n) for n in range(VOLUMES)]
+        return {"apply": [*objects, self._vm(0)]}
+
+    def _request(self) -> dict[str, Any]:
+        drawn = self._random.random()
+        vm = self._random.randrange(VMS)
+        if drawn < 0.35:
+            return {"apply": self._some()}
+        if drawn < 0.55:
+            return {"delete": self._victim()}
+        verb = self._random.choice(["start", "start", "stop", "stop", "restart", "reset"])
+        force = verb in ("stop", "restart") and self._random.random() < 0.3
+        return {"verb": api.VmVerb(verb), "name": f"vm{vm}", "force": force}
+
+    def _victim(self) -> tuple[str, str]:
+        kind = self._random.choice(["VirtualMachine"] * 4 + ["Volume", "Network", "Image"])
+        names = {
+            "VirtualMachine": f"vm{self._random.randrange(VMS)}",
+            "Volume": f"vol{self._random.randrange(VOLUMES)}",
+            "Network": f"net{self._random.randrange(NETWORKS)}",
+            "Image": "tiny",
+        }
+        return kind, names[kind]
+
+    def _some(self) -> list[dict[str, Any]]:
+        vm = self._random.randrange(VMS)
+        objects = [_object("Image", "tiny", {"builtin": "tiny"})]
+        objects += [self._network(n) for n in range(NETWORKS)]
+        objects += [self._volume(n) for n in range(VOLUMES)]
+        chosen = objects if self._random.random() < 0.5 else []
+        return [*chosen, self._vm(vm)]
+
+    def _network(self, number: int) -> dict[str, Any]:
+        return _object("Network", f"net{number}", {"subnet": f"10.{number + 1}.0.0/24"})
+
+    def _volume(self, number: int) -> dict[str, Any]:
+        size = self._random.choice(["64Mi", "128Mi"])
+        return _object("Volume", f"vol{number}", {"size": size, "format": "raw"})
+
+    def _vm(self, number: int) -> dict[str, Any]:
+        # vol0 for vm0 and so on; vol3 is wanted by all, so that some are refused.
+        volumes = self._random.choice([[], [number], [number, VMS], [VMS]])
+        networks = self._random.choice([[0], [1], [0, 1], []])
+        strategies = ["Always", "RerunOnFailure", "RerunOnFailure", "Manual", "Halted"]
+        spec = {
+            "runStrategy": self._random.choice(strategies),
+            "memory": self._random.choice(["128Mi", "256Mi"]),
+            "boot": {"image": "tiny"},
+            "shutdownTimeout": self._random.choice(["3s", "20s"]),
+            "disks": [{"name": f"d{n}", "volume": f"vol{n}"} for n in volumes],
+            "interfaces": [{"name": f"eth{n}", "network": f"net{n}"} for n in networks],
+        }
+        return _object("VirtualMachine", f"vm{number}", spec)
+
+
+def _object(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}

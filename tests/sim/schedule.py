@@ -1,0 +1,194 @@
+"""One schedule: users, faults and lives of agents until everything is quiet; then the checks.
+
+A schedule is a function of its seed. The agent's code is the real one; time is virtual.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import anyio
+
+from chv.agent.engine import Engine
+from chv.common import virtual_time
+from chv.common.wire.stord import CrashClass, StorageEvent
+from tests.sim.chaos import Chaos, is_kill, swarm
+from tests.sim.checks import problems
+from tests.sim.client import Client
+from tests.sim.world import Machine
+
+REQUESTS = 14
+QUIET_S_MAX = 600.0  # restarts back off up to a minute, stops take up to 20 s
+RESYNC_S = 35.0
+STILL_S = 65.0  # two resyncs in which nothing may happen
+LIVES_MAX = 200
+EVENT_PAUSES_S = (0.5, 2.0, 5.0, 15.0)
+
+
+@dataclass
+class Result:
+    """What a schedule did."""
+
+    seed: int
+    problems: list[str]
+    lives: int = 0
+    faults: int = 0
+    kills: int = 0
+    events: int = 0
+    calls: int = 0
+    virtual_s: float = 0.0
+    trace: list[str] = field(default_factory=list)
+
+
+class Schedule:
+    """The state of one schedule over the lives of its agents."""
+
+    def __init__(self, seed: int, *, chaos: Chaos | None = None, requests: int = REQUESTS) -> None:
+        generator = random.Random(seed)
+        self.seed = seed
+        self.client = Client(random.Random(seed + 1), requests)
+        self.chaos = chaos or Chaos(generator, swarm(generator))
+        self.machine = Machine(seed, self.chaos)
+        self.events_random = random.Random(seed + 2)
+        self.event_rate = generator.choice((0.0, 0.3, 0.8))
+        self.events = 0
+        self.lives = 0
+        self.still_effects = -1
+        self.bugs: list[str] = []
+
+    def run(self) -> Result:
+        """Run to the end; never raises for what the agent does wrong."""
+        found: list[str] = []
+        try:
+            while not self._live():
+                if self.lives > LIVES_MAX:
+                    found.append("the agent does not get through a life")
+                    break
+        except Exception as error:  # whatever the agent raises is a finding
+            found.append(f"the agent crashed: {error!r} {_leaves(error)}")
+        found += problems(self.machine, self.client)
+        found += [f"bug: {bug}" for bug in self.bugs]
+        if self.still_effects > 0:
+            found.append(f"I3: {self.still_effects} effects while everything was as wanted")
+        return Result(
+            seed=self.seed,
+            problems=found,
+            lives=self.lives,
+            faults=sum(self.chaos.faults.values()) + self.events,
+            kills=self.chaos.kills,
+            events=self.events,
+            calls=self.chaos.calls,
+            virtual_s=self.machine.clock.offset_s,
+            trace=self.chaos.trace,
+        )
+
+    def _live(self) -> bool:
+        """Run one agent until it is killed (False) or all is quiet (True)."""
+        self.lives += 1
+        self.machine.host.exits = type(self.machine.host.exits)()
+        ended_at: list[float] = []
+        try:
+            virtual_time.run(self._life, ended_at)
+        except BaseException as error:
+            if not is_kill(error):
+                raise
+            return False
+        finally:
+            self.machine.clock.offset_s += ended_at[-1] if ended_at else 0.0
+        return True
+
+    async def _life(self, ended_at: list[float]) -> None:
+        engine = Engine(self.machine.agent_store(), self.machine.world())
+        try:
+            await _until_it_works(engine.load)
+            await _until_it_works(engine.recover)
+            async with anyio.create_task_group() as group:
+                await group.start(engine.run)
+                if not self.chaos.quiet:
+                    group.start_soon(self._happenings, engine)
+                await self.client.run(engine)
+                await self._quiet(engine)
+                group.cancel_scope.cancel()
+        finally:
+            self.bugs += engine.bugs()
+            ended_at.append(anyio.current_time())
+
+    async def _quiet(self, engine: Engine) -> None:
+        """No more faults: wait until all is as wanted, then see that nothing more is done."""
+        self.chaos.quiet = True
+        self.machine.gate.open = True
+        for daemon in (self.machine.host.stord, self.machine.host.nwd):
+            daemon.down_until = 0.0
+        engine.notify_daemon_ready("all")
+        # Longest waits: a restart's back-off, and the window that forgives crashes.
+        with anyio.move_on_after(QUIET_S_MAX):
+            while problems(self.machine, self.client):
+                await anyio.sleep(5.0)
+        await anyio.sleep(RESYNC_S)  # what was only missed in a status is found by then
+        before = self.chaos.effects
+        await anyio.sleep(STILL_S)
+        self.still_effects = self.chaos.effects - before
+
+    async def _happenings(self, engine: Engine) -> None:
+        """What the world does by itself, until the quiet phase."""
+        while not self.chaos.quiet:
+            await anyio.sleep(self.events_random.choice(EVENT_PAUSES_S))
+            if not self.chaos.quiet and self.events_random.random() < self.event_rate:
+                self._happen(engine)
+
+    def _happen(self, engine: Engine) -> None:
+        host, draw = self.machine.host, self.events_random
+        alive = [process for process in host.processes.values() if process.alive]
+        told = draw.random() < 0.5  # events are hints; half of them are lost
+        self.events += 1
+        match draw.choice(("die", "off", "storage", "storage", "stord", "nwd", "gate")):
+            case "die" if alive:
+                host.die(draw.choice(alive))
+            case "off" if alive:
+                process = draw.choice(alive)
+                host.power_off(process)
+                if told:
+                    engine.notify_vmm_exit(process.vm_uid)
+            case "storage" if host.stord.sessions:
+                vm_id = draw.choice(sorted(host.stord.sessions))
+                host.lose_storage(vm_id)
+                if told:
+                    engine.notify_storage_event(
+                        StorageEvent(
+                            kind="backend_lost", vm_id=vm_id, crash_class=CrashClass.RESET_VM
+                        )
+                    )
+            case "stord" | "nwd" as name:
+                daemon = host.stord if name == "stord" else host.nwd
+                daemon.down_until = host.now() + draw.choice((1.0, 10.0, 40.0))
+            case "gate":
+                self.machine.gate.open = not self.machine.gate.open
+            case _:
+                self.events -= 1
+
+
+async def _until_it_works(act: object) -> None:
+    from chv.common.errors import ChvError
+
+    while True:
+        try:
+            await act()  # type: ignore[operator]
+            return
+        except ChvError:
+            await anyio.sleep(0.1)
+        except BaseExceptionGroup as group:
+            if is_kill(group):
+                raise
+            await anyio.sleep(0.1)
+
+
+def _leaves(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [repr(error)]
+
+
+def run(seed: int) -> Result:
+    """Run the schedule of a seed."""
+    return Schedule(seed).run()

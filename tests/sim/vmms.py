@@ -1,0 +1,416 @@
+"""The process table of the simulation: VMMs with guests, seeds, images, consoles.
+
+Outlives the agent. A guest obeys the power button after a while, or never; a VMM may die, a
+guest may power off. What no correct agent would do is reported to `violate`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio.lowlevel
+
+from chv.agent.ports import (
+    ArtifactInfo,
+    ImageArtifacts,
+    OnProgress,
+    SeedInfo,
+    SeedRequest,
+    SpawnRequest,
+    VmHandle,
+    VmmSelection,
+)
+from chv.agent.watch import Watch
+from chv.common.errors import FailedPrecondition, InvalidArgument, Unavailable
+from chv.common.process.records import AdoptVerdict, WorkerRecord
+from chv.common.wire.resources import VmmChoice
+from chv.vmm.driver import VmmConfig, VmmObservation, VmmState
+from tests.sim.chaos import Chaos
+from tests.sim.daemons import SimNwd, SimStord
+
+OBEDIENT_S = 2.0
+
+
+@dataclass
+class SimProcess:
+    """A VMM process and its guest."""
+
+    pid: int
+    vm_uid: str
+    config: VmmConfig
+    obedient: bool
+    alive: bool = True
+    state: VmmState = VmmState.CREATED
+    button_at: float = -1.0
+    boots: int = 0
+    resets: int = 0
+    reset_due: bool = False  # its storage was lost: the vCPUs must not run before a reset
+    ran_at: float = 0.0
+
+    @property
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=self.config.worker_id,
+            pid=self.pid,
+            start_time=self.pid * 10,
+            boot_id="sim",
+            executable="/sim/vmm",
+        )
+
+
+class SimHost:
+    """What is on the machine beside the daemons' things."""
+
+    def __init__(self, violate: Callable[[str], None]) -> None:
+        self.violate = violate
+        self.processes: dict[int, SimProcess] = {}
+        self.stord = SimStord(violate)
+        self.nwd = SimNwd(violate)
+        for daemon in (self.stord, self.nwd):
+            daemon.vmm_alive = self.vmm_alive
+        self.stord.vcpus_run = self.vcpus_run
+        self.dirs: set[str] = set()
+        self.seeds: dict[str, str] = {}  # vm uid -> host key
+        self.keys_made = 0
+        self.consoles: set[str] = set()
+        self.remains: set[str] = set()  # sockets and cgroups of dead VMMs
+        self.artifacts: dict[str, ArtifactInfo] = {}
+        self.exits = Watch()
+        self.intended: Callable[[str, str], bool] = lambda vm, worker: True
+        self.now: Callable[[], float] = lambda: 0.0
+        self.spawned = 0
+
+    # --- what happens by itself
+
+    def live(self, vm_uid: str) -> SimProcess | None:
+        """Return the live VMM of a VM."""
+        return next((p for p in self.processes.values() if p.vm_uid == vm_uid and p.alive), None)
+
+    def vmm_alive(self, vm_uid: str) -> bool:
+        """Tell whether a VMM of this VM lives."""
+        return self.live(vm_uid) is not None
+
+    def vcpus_run(self, vm_uid: str) -> bool:
+        """Tell whether vCPUs of this VM run."""
+        process = self.live(vm_uid)
+        return process is not None and process.state is VmmState.RUNNING
+
+    def die(self, process: SimProcess) -> None:
+        """The process ends, whatever the reason."""
+        if process.alive:
+            process.alive = False
+            self.remains.add(process.vm_uid)
+            self.exits.notify(str(process.pid))
+
+    def power_off(self, process: SimProcess) -> None:
+        """The guest powers itself off; the VMM stays."""
+        if process.alive and process.state is VmmState.RUNNING:
+            process.state = VmmState.SHUTDOWN
+
+    def lose_storage(self, vm_uid: str) -> None:
+        """The storage daemon of a VM dies under it."""
+        self.stord.lose_backend(vm_uid)
+        process = self.live(vm_uid)
+        if process is not None:
+            process.reset_due = True
+
+    def settle(self, process: SimProcess) -> None:
+        """Let the guest's own time pass: it obeys the button a while after it was pressed."""
+        pressed = process.button_at >= 0 and self.now() - process.button_at >= OBEDIENT_S
+        if pressed and process.obedient and process.state is VmmState.RUNNING:
+            process.state = VmmState.SHUTDOWN
+
+    # --- what the agent does
+
+    def spawn(self, request: SpawnRequest, obedient: bool) -> WorkerRecord:
+        """Start a VMM."""
+        uid, config = request.vm.uid, request.config
+        if self.vmm_alive(uid):
+            self.violate(f"I1: a second VMM for {uid}")
+        if not self.intended(uid, config.worker_id):
+            self.violate(f"I7: VMM {config.worker_id} started without a recorded intent")
+        self._check_parts(request)
+        self.spawned += 1
+        pid = 1000 + self.spawned
+        self.processes[pid] = SimProcess(pid, uid, config, obedient)
+        return self.processes[pid].record
+
+    def _check_parts(self, request: SpawnRequest) -> None:
+        uid, config = request.vm.uid, request.config
+        session = self.stord.sessions.get(uid)
+        for disk in config.disks:
+            if disk.kind != "vhost-user-blk":
+                if uid not in self.seeds:
+                    self.violate(f"{uid} started without its seed")
+                continue
+            volume = disk.path.rpartition("/")[2].removesuffix(".sock")
+            if session is None or volume not in session.attachments:
+                self.violate(f"{uid} started with a disk {volume} that is not attached")
+        for nic in config.nics:
+            if nic.id not in self.nwd.nics:
+                self.violate(f"{uid} started with a NIC {nic.id} that is not there")
+        if uid not in self.dirs:
+            self.violate(f"{uid} started without its directories")
+
+    def monitor(self, vm_uid: str) -> SimProcess:
+        """Return the VMM whose monitor answers."""
+        process = self.live(vm_uid)
+        if process is None:
+            raise Unavailable("no monitor answers")
+        self.settle(process)
+        return process
+
+    def run(self, vm_uid: str) -> None:
+        """Let vCPUs run."""
+        process = self.monitor(vm_uid)
+        if process.state not in (VmmState.CREATED, VmmState.PAUSED, VmmState.RUNNING):
+            raise FailedPrecondition(f"the VM is {process.state.value}")
+        session = self.stord.sessions.get(vm_uid)
+        served = session is None or session.serving
+        if process.reset_due and process.state is not VmmState.RUNNING and served:
+            self.violate(f"vCPUs of {vm_uid} ran after a storage loss without a reset")
+        if process.state is VmmState.CREATED:
+            process.boots += 1
+        process.state = VmmState.RUNNING
+        process.ran_at = self.now()
+
+    def reset(self, vm_uid: str) -> None:
+        """Reset in place."""
+        process = self.monitor(vm_uid)
+        process.resets += 1
+        session = self.stord.sessions.get(vm_uid)
+        if session is None or session.serving:
+            process.reset_due = False
+        process.ran_at = self.now()
+
+
+class SimVmms:
+    """The `VmmPort` of one life."""
+
+    def __init__(self, host: SimHost, chaos: Chaos, life: int) -> None:
+        self._host = host
+        self._chaos = chaos
+        self._life = life
+
+    async def _do(self, name: str, effect: Callable[[], object], mutating: bool = True) -> object:
+        return await self._chaos.seam(self._life, f"vmm.{name}", effect, mutating=mutating)
+
+    async def select(self, choice: VmmChoice) -> VmmSelection:
+        await self._do("select", lambda: None, False)
+        return VmmSelection(name="fake", accelerator="", version="1", reason="simulation")
+
+    async def prepare(self, vm: VmHandle) -> None:
+        await self._do("prepare", lambda: self._host.dirs.add(vm.uid))
+
+    async def spawn(self, request: SpawnRequest) -> WorkerRecord:
+        obedient = self._chaos.random.random() < 0.7
+        record = await self._do("spawn", lambda: self._host.spawn(request, obedient))
+        assert isinstance(record, WorkerRecord)
+        return record
+
+    async def find(self, worker_id: str) -> WorkerRecord | None:
+        def look() -> WorkerRecord | None:
+            for process in self._host.processes.values():
+                if process.alive and process.config.worker_id == worker_id:
+                    return process.record
+            return None
+
+        found = await self._do("find", look, False)
+        assert found is None or isinstance(found, WorkerRecord)
+        return found
+
+    async def find_all(self) -> list[WorkerRecord]:
+        await self._do("find_all", lambda: None, False)
+        return [p.record for p in self._host.processes.values() if p.alive]
+
+    async def verify(self, record: WorkerRecord) -> AdoptVerdict:
+        def look() -> AdoptVerdict:
+            alive = self._host.processes[record.pid].alive
+            return AdoptVerdict.ALIVE if alive else AdoptVerdict.GONE
+
+        verdict = await self._do("verify", look, False)
+        assert isinstance(verdict, AdoptVerdict)
+        return verdict
+
+    async def observe(self, vm: VmHandle) -> VmmObservation:
+        def look() -> VmmObservation:
+            return VmmObservation(state=self._host.monitor(vm.uid).state, evidence="sim")
+
+        seen = await self._do("observe", look, False)
+        assert isinstance(seen, VmmObservation)
+        return seen
+
+    async def boot(self, vm: VmHandle) -> None:
+        await self._do("boot", lambda: self._host.run(vm.uid))
+
+    async def pause(self, vm: VmHandle) -> None:
+        def effect() -> None:
+            process = self._host.monitor(vm.uid)
+            if process.state is VmmState.RUNNING:
+                process.state = VmmState.PAUSED
+
+        await self._do("pause", effect)
+
+    async def resume(self, vm: VmHandle) -> None:
+        await self._do("resume", lambda: self._host.run(vm.uid))
+
+    async def reset(self, vm: VmHandle) -> None:
+        await self._do("reset", lambda: self._host.reset(vm.uid))
+
+    async def power_button(self, vm: VmHandle) -> None:
+        def effect() -> None:
+            process = self._host.monitor(vm.uid)
+            if process.button_at < 0:
+                process.button_at = self._host.now()
+
+        await self._do("power_button", effect)
+
+    async def quit(self, vm: VmHandle) -> None:
+        await self._do("quit", lambda: self._host.die(self._host.monitor(vm.uid)))
+
+    async def await_disks(self, vm: VmHandle, disk_ids: tuple[str, ...]) -> None:
+        def effect() -> None:
+            session = self._host.stord.sessions.get(vm.uid)
+            if disk_ids and (session is None or not session.serving):
+                raise Unavailable("the disks are not back")
+
+        await self._do("await_disks", effect)
+
+    async def signal(self, record: WorkerRecord, number: signal.Signals) -> None:
+        def effect() -> None:
+            process = self._host.processes[record.pid]
+            if number is signal.SIGKILL or process.obedient:
+                self._host.die(process)
+
+        await self._do("signal", effect)
+
+    async def wait_gone(self, record: WorkerRecord) -> None:
+        self._chaos.check(self._life)
+        exited = self._host.exits.event(str(record.pid))
+        if self._host.processes[record.pid].alive:
+            await exited.wait()
+        self._chaos.check(self._life)
+
+    async def cleanup(self, vm: VmHandle, record: WorkerRecord | None) -> None:
+        def effect() -> None:
+            if self._host.vmm_alive(vm.uid):
+                self._host.violate(f"{vm.uid} was cleaned up while its VMM lives")
+            self._host.remains.discard(vm.uid)
+
+        await self._do("cleanup", effect)
+
+    async def remove(self, vm: VmHandle) -> None:
+        def effect() -> None:
+            if self._host.vmm_alive(vm.uid):
+                self._host.violate(f"{vm.uid} was removed while its VMM lives")
+            self._host.dirs.discard(vm.uid)
+
+        await self._do("remove", effect)
+
+    async def attach_console(self, vm: VmHandle) -> None:
+        await self._do("attach_console", lambda: self._host.consoles.add(vm.uid))
+
+    async def detach_console(self, vm: VmHandle) -> None:
+        await self._do("detach_console", lambda: self._host.consoles.discard(vm.uid))
+
+    def console_attached(self, vm: VmHandle) -> bool:
+        return vm.uid in self._host.consoles
+
+
+class SimImages:
+    """The `ImagePort` of one life."""
+
+    def __init__(self, host: SimHost, chaos: Chaos, life: int) -> None:
+        self._host = host
+        self._chaos = chaos
+        self._life = life
+
+    async def ensure_builtin(self, name: str) -> ImageArtifacts:
+        def effect() -> ImageArtifacts:
+            return ImageArtifacts(kernel=self._put("a" * 64), initramfs=self._put("b" * 64))
+
+        made = await self._chaos.seam(self._life, "image.builtin", effect)
+        assert isinstance(made, ImageArtifacts)
+        return made
+
+    async def import_file(
+        self, path: str, sha256: str, format: str, on_progress: OnProgress | None = None
+    ) -> ArtifactInfo:
+        if path.endswith("missing"):
+            raise InvalidArgument(f"{path}: no such file", field="path")
+
+        def effect() -> ArtifactInfo:
+            return self._put(sha256 or "c" * 64, format)
+
+        return await self._chaos.seam(self._life, "image.import", effect)
+
+    async def find(self, sha256: str) -> ArtifactInfo | None:
+        return await self._chaos.seam(
+            self._life, "image.find", lambda: self._host.artifacts.get(sha256), mutating=False
+        )
+
+    async def remove(self, sha256: str) -> None:
+        await self._chaos.seam(
+            self._life, "image.remove", lambda: self._host.artifacts.pop(sha256, None)
+        )
+
+    def _put(self, sha256: str, format_name: str = "raw") -> ArtifactInfo:
+        info = ArtifactInfo(
+            sha256=sha256, size_bytes=1, format=format_name, path=f"/sim/images/{sha256}"
+        )
+        self._host.artifacts[sha256] = info
+        return info
+
+
+class SimSeeds:
+    """The `SeedPort` of one life."""
+
+    def __init__(self, host: SimHost, chaos: Chaos, life: int) -> None:
+        self._host = host
+        self._chaos = chaos
+        self._life = life
+
+    async def ensure(self, vm: VmHandle, request: SeedRequest) -> SeedInfo:
+        def effect() -> SeedInfo:
+            if vm.uid not in self._host.seeds:
+                self._host.keys_made += 1
+                self._host.seeds[vm.uid] = f"ssh-ed25519 key{self._host.keys_made}"
+            return SeedInfo(path=f"/sim/seed/{vm.uid}", host_key_public=self._host.seeds[vm.uid])
+
+        return await self._chaos.seam(self._life, "seed.ensure", effect)
+
+    async def remove(self, vm: VmHandle) -> None:
+        await self._chaos.seam(
+            self._life, "seed.remove", lambda: self._host.seeds.pop(vm.uid, None)
+        )
+
+
+class SimGuests:
+    """The `GuestPort` of one life: SSH answers a second after the vCPUs began to run."""
+
+    BOOT_S = 1.0
+
+    def __init__(self, host: SimHost, chaos: Chaos, life: int) -> None:
+        self._host = host
+        self._chaos = chaos
+        self._life = life
+
+    async def probe_ssh(self, nic_id: str, port: int) -> str:
+        def effect() -> str:
+            nic = self._host.nwd.nics.get(nic_id)
+            process = self._host.live(nic.vm_id) if nic is not None else None
+            if process is None or process.state is not VmmState.RUNNING:
+                raise Unavailable("connection refused")
+            if self._host.now() - process.ran_at < self.BOOT_S:
+                raise Unavailable("connection refused")
+            return "SSH-2.0-sim"
+
+        return await self._chaos.seam(self._life, "guest.ssh", effect, mutating=False)
+
+    async def serial_evidence(self, vm: VmHandle) -> str:
+        self._chaos.check(self._life)
+        await anyio.lowlevel.checkpoint()
+        process = self._host.live(vm.uid)
+        return "login:" if process is not None and process.state is VmmState.RUNNING else ""

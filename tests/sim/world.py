@@ -1,0 +1,130 @@
+"""One simulated machine with its durable store; hands out the `World` of each life."""
+
+from __future__ import annotations
+
+import random
+from datetime import datetime, timedelta
+
+import anyio
+
+from chv.agent.ports import Limits, World
+from chv.agent.records import Change, RequestRow, Snapshot
+from chv.agent.store_memory import MemoryStore
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.virtual_time import EPOCH
+from chv.common.wire.agent import Operation
+from tests.sim.chaos import Chaos
+from tests.sim.daemons import SimCaller
+from tests.sim.vmms import SimGuests, SimHost, SimImages, SimSeeds, SimVmms
+
+
+class SimClock:
+    """Time that goes on over the lives of agents, each of which has a loop of its own."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+
+    def now(self) -> datetime:
+        return EPOCH + timedelta(seconds=self.monotonic())
+
+    def monotonic(self) -> float:
+        return self.offset_s + anyio.current_time()
+
+    async def sleep(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+
+
+class SimGate:
+    """The node's gate; open but while a daemon is down."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def check(self, verb: str) -> None:
+        """Everything may be asked for."""
+
+    def starts_allowed(self) -> bool:
+        return self.open
+
+
+class SimStore:
+    """The durable store as one life sees it: every call is a seam."""
+
+    def __init__(self, store: MemoryStore, chaos: Chaos, life: int) -> None:
+        self._store = store
+        self._chaos = chaos
+        self._life = life
+
+    async def load(self) -> Snapshot:
+        return await self._chaos.seam(
+            self._life, "store.load", self._store.tables.snapshot, mutating=False
+        )
+
+    async def commit(self, changes: tuple[Change, ...]) -> None:
+        names = ",".join(type(change).__name__ for change in changes)
+        await self._chaos.seam(
+            self._life, f"store.commit {names}", lambda: self._store.tables.apply(changes)
+        )
+
+    async def operation(self, operation_id: str) -> Operation | None:
+        self._chaos.check(self._life)
+        return await self._store.operation(operation_id)
+
+    async def operations(
+        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
+    ) -> list[Operation]:
+        return await self._store.operations(kind=kind, namespace=namespace, name=name, limit=limit)
+
+    async def request(self, key: str) -> RequestRow | None:
+        self._chaos.check(self._life)
+        return await self._store.request(key)
+
+
+class Machine:
+    """Everything that outlives an agent."""
+
+    def __init__(self, seed: int, chaos: Chaos | None = None, limits: Limits | None = None) -> None:
+        self.chaos = chaos or Chaos(random.Random(seed))
+        self.violations: list[str] = []
+        self.host = SimHost(self._violate)
+        self.store = MemoryStore()
+        self.clock = SimClock()
+        self.gate = SimGate()
+        self.seed = seed
+        self.limits = limits or Limits(parallel_starts=2, restarts_max=3, restart_window_s=300.0)
+        self.host.now = self.clock.monotonic
+        self.host.intended = self._intended
+        for daemon in (self.host.stord, self.host.nwd):
+            daemon.operation_known = lambda operation: operation in self.store.tables.operations
+
+    def _violate(self, text: str) -> None:
+        self.violations.append(f"at call {self.chaos.calls}: {text}")
+
+    def _intended(self, vm_uid: str, worker_id: str) -> bool:
+        row = self.store.tables.workers.get(vm_uid)
+        return row is not None and row.worker_id == worker_id
+
+    def world(self) -> World:
+        """Return the world for a new life."""
+        chaos, life, host = self.chaos, self.chaos.life, self.host
+        stord = SimCaller(chaos, life, "stord", host.stord)
+        nwd = SimCaller(chaos, life, "nwd", host.nwd)
+        stord.now = nwd.now = self.clock.monotonic
+        return World(
+            stord=stord,
+            nwd=nwd,
+            vmm=SimVmms(host, chaos, life),
+            images=SimImages(host, chaos, life),
+            seeds=SimSeeds(host, chaos, life),
+            guest=SimGuests(host, chaos, life),
+            gate=self.gate,
+            clock=self.clock,
+            ids=Ids(self.seed * 1000 + life),
+            layout=Layout(instance="simsim"),
+            limits=self.limits,
+        )
+
+    def agent_store(self) -> SimStore:
+        """Return the store for a new life."""
+        return SimStore(self.store, self.chaos, self.chaos.life)
