@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = configuration.load(arguments.config)
         logs.setup("agent", config.node.log_level)
-        failpoint.from_environment(os.environ)
+        failpoint.require_allowed()
         layout = configuration.resolve_layout(config)
         anyio.run(run, arguments.config, config, layout)
     except ChvError as error:

@@ -9,7 +9,7 @@ from chv.common.errors import DeadlineExceeded, Internal, InvalidArgument, from_
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire.agent import WAIT_OPERATION, Operation, OperationState, WaitOperation
 
-_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)$")
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)\Z")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 WAIT_S_MAX = 3600.0
 

@@ -21,8 +21,8 @@ from chv.common.errors import InvalidArgument
 from chv.common.secret import Secret
 
 KEY_TYPE = "ssh-ed25519"
-PUBLIC_KEY = re.compile(r"^ssh-ed25519 [A-Za-z0-9+/]{68}$")
-KNOWN_HOST = re.compile(r"^[A-Za-z0-9._:\[\]-]{1,255}$")
+PUBLIC_KEY = re.compile(r"^ssh-ed25519 [A-Za-z0-9+/]{68}\Z")
+KNOWN_HOST = re.compile(r"^[A-Za-z0-9._:\[\]-]{1,255}\Z")
 
 
 @dataclass(frozen=True, slots=True)

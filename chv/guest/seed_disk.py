@@ -35,11 +35,11 @@ LABEL = "cidata"
 TAR_NAME = "chv-seed.tar"
 EPOCH = 1_700_000_000
 SEED_BYTES_MAX = 4 << 20
-INSTANCE_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
-ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
+INSTANCE_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}\Z")
+ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z")
 AUTHORIZED_KEY = re.compile(
     r"^(ssh-(ed25519|rsa)|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)"
-    r"@openssh\.com) [A-Za-z0-9+/]+={0,2}( [ -~]*)?$"
+    r"@openssh\.com) [A-Za-z0-9+/]+={0,2}( [ -~]*)?\Z"
 )
 PRIVATE_DIRECTORIES = {"root", "root/.ssh", "etc/chv"}
 

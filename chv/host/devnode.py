@@ -226,7 +226,8 @@ async def _await_locks_free(node: DevNode) -> None:
     """Return when the daemons' locks are free, which proves that the last of them has ended."""
     with anyio.fail_after(STOP_GRACE_S):
         for daemon in ("agent", "stord", "nwd"):
-            while not _is_free(node.layout.lock(daemon)):
+            # A lock has no event to wait for.
+            while not _is_free(node.layout.lock(daemon)):  # noqa: ASYNC110
                 await anyio.sleep(POLL_S)
 
 
