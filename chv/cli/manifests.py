@@ -10,8 +10,7 @@ import msgspec
 
 from chv.common.errors import InvalidArgument, NotFound
 from chv.common.wire.agent import OBJECTS_MAX
-
-MANIFEST_BYTES_MAX = 4 * 1024 * 1024
+from chv.common.wire.manifest import TEXT_BYTES_MAX, load_documents
 
 
 def load(files: list[str]) -> list[dict[str, Any]]:
@@ -36,31 +35,16 @@ def raw(documents: list[dict[str, Any]]) -> list[msgspec.Raw]:
 
 
 def _load_one(file: str) -> list[dict[str, Any]]:
-    text = _read(file)
-    import yaml
-
     try:
-        parsed = list(yaml.load_all(text, Loader=_unique_loader()))
-    except yaml.YAMLError as error:
-        raise InvalidArgument(f"{file} is not YAML: {error}", field="-f") from error
-    documents: list[dict[str, Any]] = []
-    for document in parsed:
-        if document is None:
-            continue
-        if not isinstance(document, dict):
-            raise InvalidArgument(
-                f"{file}: a manifest is a mapping, not {type(document).__name__}", field="-f"
-            )
-        is_list = document.get("kind") == "List" and isinstance(document.get("items"), list)
-        documents += document["items"] if is_list else [document]
-    return documents
+        return load_documents(_read(file))
+    except InvalidArgument as error:
+        error.resource = error.resource or file
+        raise
 
 
 def _read(file: str) -> str:
     try:
-        data = sys.stdin.buffer.read(MANIFEST_BYTES_MAX + 1) if file == "-" else _read_file(file)
-        if len(data) > MANIFEST_BYTES_MAX:
-            raise InvalidArgument(f"{file} is larger than {MANIFEST_BYTES_MAX} bytes", field="-f")
+        data = sys.stdin.buffer.read(TEXT_BYTES_MAX + 1) if file == "-" else _read_file(file)
         return data.decode()
     except FileNotFoundError as error:
         raise NotFound(f"no file {file!r}", field="-f") from error
@@ -72,28 +56,4 @@ def _read(file: str) -> str:
 
 def _read_file(file: str) -> bytes:
     with Path(file).open("rb") as stream:
-        return stream.read(MANIFEST_BYTES_MAX + 1)
-
-
-def _unique_loader() -> Any:
-    """Return a safe loader that refuses a key given twice: YAML would keep the last, silently."""
-    import yaml
-
-    class UniqueLoader(yaml.SafeLoader):
-        pass
-
-    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = loader.construct_object(key_node, deep=True)
-            if key in seen:
-                raise InvalidArgument(
-                    f"key {key!r} is given twice (line {key_node.start_mark.line + 1})",
-                    field=str(key),
-                )
-            seen.add(key)
-        result: dict[Any, Any] = loader.construct_mapping(node, deep=True)
-        return result
-
-    UniqueLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    return UniqueLoader
+        return stream.read(TEXT_BYTES_MAX + 1)
