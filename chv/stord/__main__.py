@@ -71,14 +71,21 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
         service.register(server)
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             await tasks.start(server.serve, layout.socket(DAEMON))
-            await service.restore()
-            server.recovering = None
-            tasks.start_soon(keeper.pulse_forever)
-            await _ready(records)
+            tasks.start_soon(_bring_up, server, service, keeper)
             async for number in signals:
                 log.info("stopping", signal=number.name)
                 break
         tasks.cancel_scope.cancel()
+
+
+async def _bring_up(server: Server, service: Service, keeper: Keeper) -> None:
+    await service.restore()
+    server.recovering = None
+    log.info("ready", vms=len(keeper.parts.records.backends))
+    number = os.environ.get(READY_FD, "")
+    if number.isdigit():
+        await anyio.to_thread.run_sync(_tell, int(number))
+    await keeper.pulse_forever()
 
 
 def _hello(
@@ -96,13 +103,6 @@ def _hello(
         )
 
     return hello
-
-
-async def _ready(records: Records) -> None:
-    log.info("ready", volumes=len(records.volumes), vms=len(records.backends))
-    number = os.environ.get(READY_FD, "")
-    if number.isdigit():
-        await anyio.to_thread.run_sync(_tell, int(number))
 
 
 def _tell(fd: int) -> None:
@@ -125,17 +125,37 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logs.setup(DAEMON)
     try:
-        failpoint.require_allowed()
-        config = configuration.load(options.config)
-        logs.setup(DAEMON, config.node.log_level)
-        layout = configuration.resolve_layout(config)
-        prepare(layout)
-        with FileLock.acquire(layout.lock(DAEMON)):
-            anyio.run(serve, config, layout)
+        _run(options.config)
     except ChvError as error:
-        log.error("failed", error=error)
-        return error.exit_code
+        return _failed(error)
+    except BaseExceptionGroup as group:  # what ended a task of the daemon
+        known, others = group.split(ChvError)
+        if known is None or others is not None:
+            raise
+        return _failed(_leaf(known))
     return 0
+
+
+def _run(path: Path) -> None:
+    failpoint.require_allowed()
+    config = configuration.load(path)
+    logs.setup(DAEMON, config.node.log_level)
+    layout = configuration.resolve_layout(config)
+    prepare(layout)
+    with FileLock.acquire(layout.lock(DAEMON)):
+        anyio.run(serve, config, layout)
+
+
+def _leaf(error: BaseException) -> ChvError:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ChvError)
+    return error
+
+
+def _failed(error: ChvError) -> int:
+    log.error("failed", error=error)
+    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the other; the VM's lock is always taken after it.
 
 from __future__ import annotations
 
+import anyio
 import anyio.to_thread
 
 from chv.common.errors import ChvError, InvalidArgument
@@ -30,6 +31,7 @@ from chv.stord.sessions import Sessions, state_of
 from chv.stord.volumes import Volumes
 
 VERSION_TIMEOUT_S = 5.0
+NOTE_TIMEOUT_S = 5.0
 ROOT_UID = 0
 
 
@@ -138,7 +140,8 @@ class Service:
             try:
                 return await self._sessions.attach(request)
             except ChvError as error:
-                await self._volumes.note_error(request.volume_id, error)
+                with anyio.move_on_after(NOTE_TIMEOUT_S, shield=True):
+                    await self._volumes.note_error(request.volume_id, error)
                 raise
 
     async def detach(self, request: wire.DetachVolumeFromVm) -> Done:

@@ -36,6 +36,7 @@ _STATES = {
     BackendPhase.RECOVERING: BackendState.LOST,
 }
 _ANY_INCARNATION = "0" * 8
+UNDO_TIMEOUT_S = 10.0
 
 
 class Sessions:
@@ -57,7 +58,8 @@ class Sessions:
                 self._require_served(request)
             except ChvError as error:
                 if new:
-                    await self._undo_attach(request, error)
+                    with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
+                        await self._undo_attach(request, error)
                 raise
             return self.attachment_info(self._records.attachments[request.volume_id])
 

@@ -6,6 +6,7 @@ short. A generation older than the record is refused, an equal one changes nothi
 
 from __future__ import annotations
 
+import anyio
 import msgspec
 
 from chv.common import logs
@@ -24,6 +25,7 @@ from chv.stord.backends.base import Backend
 from chv.stord.records import Records, Volume, VolumeState
 
 log = logs.get(__name__)
+UNDO_TIMEOUT_S = 10.0
 
 
 class Volumes:
@@ -36,7 +38,7 @@ class Volumes:
 
     async def open(self, volume_id: str, generation: int, spec: VolumeBackend) -> VolumeInfo:
         """Make the volume what the spec says and return what it is."""
-        row = self._records.volumes.get(volume_id)
+        row = await self._finished(volume_id)
         if row is None:
             spec = await self._backend.check(spec)
             return await self.info(
@@ -49,6 +51,14 @@ class Volumes:
             await self._put(row, state=VolumeState.OPEN)
         return await self.info(volume_id)
 
+    async def _finished(self, volume_id: str) -> Volume | None:
+        """Return the record after completing whatever an earlier call did not."""
+        row = self._records.volumes.get(volume_id)
+        if row is None or row.state in (VolumeState.OPEN, VolumeState.CLOSED):
+            return row
+        await self._finish_one(row)
+        return self._records.volumes.get(volume_id)
+
     async def _create(self, volume_id: str, generation: int, spec: VolumeBackend) -> bool:
         row = Volume(
             volume_id=volume_id, generation=generation, backend=spec, state=VolumeState.CREATING
@@ -58,7 +68,8 @@ class Volumes:
         try:
             created = await self._backend.create(volume_id, spec)
         except ChvError:
-            await self._records.drop_volume(volume_id)
+            with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
+                await self._records.drop_volume(volume_id)
             raise
         if not created:  # found without a record
             found = await self._backend.inspect(volume_id, spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import signal
@@ -51,6 +52,11 @@ class Node:
         await anyio.to_thread.run_sync(self._start, failpoints, failpoints_log)
 
     def _start(self, failpoints: str, failpoints_log: Path | None) -> None:
+        with self.begin(failpoints, failpoints_log) as ready:
+            assert ready.read() == b"ready\n" or failpoints, self.log.read_text()[-2000:]
+
+    def begin(self, failpoints: str = "", failpoints_log: Path | None = None) -> io.BufferedReader:
+        """Start stord; return where it says that it is ready."""
         reader, writer = os.pipe()
         environment = {**os.environ, "CHV_READY_FD": str(writer)}
         if failpoints:
@@ -65,8 +71,7 @@ class Node:
                 stderr=log,
             )
         os.close(writer)
-        with os.fdopen(reader, "rb") as ready:
-            assert ready.read() == b"ready\n" or failpoints, self.log.read_text()[-2000:]
+        return os.fdopen(reader, "rb")
 
     @property
     def pid(self) -> int:
@@ -209,6 +214,21 @@ class Node:
 
 def meta(generation: int = 1) -> CallMeta:
     return CallMeta(operation_id=IDS.operation(), generation=generation)
+
+
+def shell(*argv: str | Path) -> None:
+    """Run a tool that a test needs beside stord."""
+    subprocess.run([str(item) for item in argv], check=True, stdout=subprocess.DEVNULL)
+
+
+@contextmanager
+def mounted_tmpfs(directory: Path, size: str) -> Iterator[None]:
+    directory.mkdir(parents=True)
+    shell("mount", "-t", "tmpfs", "-o", f"size={size}", "none", directory)
+    try:
+        yield
+    finally:
+        shell("umount", directory)
 
 
 @contextmanager

@@ -43,11 +43,17 @@ async def watching(node: Node) -> AsyncIterator[MemoryObjectReceiveStream[wire.S
     send, receive = anyio.create_memory_object_stream[wire.StorageEvent](16)
     async with connect(node.layout.socket("stord")) as client, anyio.create_task_group() as tasks:
         tasks.start_soon(follow, client, send)
-        with anyio.fail_after(10):
-            yield receive
+        yield receive
         tasks.cancel_scope.cancel()
     send.close()
     receive.close()
+
+
+async def next_event(
+    events: MemoryObjectReceiveStream[wire.StorageEvent],
+) -> wire.StorageEvent:
+    with anyio.fail_after(10):
+        return await events.receive()
 
 
 async def follow(client: Client, send: MemoryObjectSendStream[wire.StorageEvent]) -> None:
@@ -76,7 +82,7 @@ async def test_a_killed_storage_daemon_is_told_its_path_goes_and_recover_brings_
 
     async with watching(node) as events:
         os.kill(info.backend_pid, signal.SIGKILL)
-        lost = await events.receive()
+        lost = await next_event(events)
 
     assert (lost.kind, lost.vm_id, lost.crash_class) == ("backend_lost", vm, "reset_vm")
     assert not path.exists()
@@ -84,9 +90,9 @@ async def test_a_killed_storage_daemon_is_told_its_path_goes_and_recover_brings_
     assert (await node.attach(volume, vm)).backend is wire.BackendState.LOST
     assert node.workers() == []
     async with watching(node) as events:
-        assert await events.receive() == lost
+        assert await next_event(events) == lost
         recovered = await node.recover(vm)
-        assert (await events.receive()).kind == "backend_ready"
+        assert (await next_event(events)).kind == "backend_ready"
 
     assert recovered.backend is wire.BackendState.SERVING
     assert recovered.attachments[0].export_path == info.export_path
@@ -173,7 +179,7 @@ async def test_a_death_while_stord_was_away_is_told_to_the_first_who_asks(node: 
     await node.start()
 
     async with watching(node) as events:
-        assert (await events.receive()).vm_id == vm
+        assert (await next_event(events)).vm_id == vm
     assert not Path(info.export_path).exists()
     assert node.workers() == []
 
@@ -266,7 +272,7 @@ async def test_a_storage_daemon_that_hangs_three_times_is_killed_and_told_as_los
         volume, vm, info = ready
         async with watching(node) as events:
             os.kill(info.backend_pid, signal.SIGSTOP)
-            lost = await events.receive()
+            lost = await next_event(events)
         assert (lost.kind, lost.vm_id) == ("backend_lost", vm)
         assert not Path(info.export_path).exists()
         assert node.workers() == []
@@ -305,3 +311,41 @@ async def test_a_second_stord_is_refused_and_the_first_one_goes_on(node: Node) -
         hello = await client.call(HELLO, HelloRequest())
     assert (hello.daemon, hello.state, hello.pid) == ("stord", "ready", node.pid)
     assert hello.instance == node.layout.instance
+
+
+async def test_a_socket_that_cannot_be_made_ends_stord_with_one_line_and_a_code() -> None:
+    async with open_node(start=False) as node:
+        node.layout.socket("stord").mkdir(parents=True)
+
+        await node.start(failpoints="stord.never=off")
+
+        assert await node.ended() == 5
+        (line,) = node.log.read_text().splitlines()
+        assert msgspec.json.decode(line)["event"] == "failed"
+
+
+async def listens(node: Node) -> bool:
+    try:
+        async with node.client():
+            return True
+    except Unavailable:
+        return False
+
+
+async def test_a_signal_during_recovery_is_obeyed_at_once(node: Node) -> None:
+    _volume, _vm, info = await served(node)
+    await node.end()
+    os.kill(info.backend_pid, signal.SIGSTOP)
+    starting = node.begin()
+    await wait_until(lambda: listens(node))
+    async with node.client() as client:
+        hello = await client.call(HELLO, HelloRequest())
+        with pytest.raises(Unavailable, match="recovering"):
+            await client.call(wire.LIST_VOLUMES, Empty())
+    assert hello.state == "recovering"
+
+    with anyio.fail_after(2):
+        assert await node.end(signal.SIGTERM) == 0
+    assert starting.read() == b""
+    starting.close()
+    assert len(node.workers()) == 1

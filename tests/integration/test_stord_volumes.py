@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from chv.common.errors import (
     FailedPrecondition,
+    Internal,
     InUse,
     InvalidArgument,
     NotFound,
@@ -22,7 +22,16 @@ from chv.common.errors import (
 )
 from chv.common.wire import stord as wire
 from chv.common.wire.types import Empty
-from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node, short_root
+from tests.integration.stord_helpers import (
+    IDS,
+    MIB,
+    Node,
+    mounted_tmpfs,
+    needs_qsd,
+    open_node,
+    shell,
+    short_root,
+)
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
@@ -187,8 +196,7 @@ async def test_images_that_name_other_files_or_lie_about_their_format_are_refuse
 ) -> None:
     base = node.image(b"b" * 4096)
     overlay = Path(base.path).with_name("12" * 32)
-    argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-b", base.path, "-F", "raw", str(overlay)]
-    subprocess.run(argv, check=True)
+    shell("qemu-img", "create", "-q", "-f", "qcow2", "-b", base.path, "-F", "raw", overlay)
     qcow2 = wire.VolumeFormat.QCOW2
     named = wire.VolumeSource(path=str(overlay), sha256="12" * 32, format=qcow2)
     lie = wire.VolumeSource(path=base.path, sha256=base.sha256, format=qcow2)
@@ -207,15 +215,14 @@ async def test_images_that_name_other_files_or_lie_about_their_format_are_refuse
 
 def flat(node: Node) -> wire.VolumeSource:
     path = node.layout.image("34" * 32)
-    subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", str(path), "1M"], check=True)
+    shell("qemu-img", "create", "-q", "-f", "qcow2", path, "1M")
     return wire.VolumeSource(path=str(path), sha256="34" * 32, format=wire.VolumeFormat.QCOW2)
 
 
 async def test_a_qcow2_image_can_lie_below_an_overlay(node: Node) -> None:
     node.image(b"")
     source = flat(node)
-    write = ["qemu-io", "-f", "qcow2", "-c", "write -P 0x61 0 4096", source.path]
-    subprocess.run(write, check=True, stdout=subprocess.DEVNULL)
+    shell("qemu-io", "-f", "qcow2", "-c", "write -P 0x61 0 4096", source.path)
     Path(source.path).chmod(0o644)
     volume = IDS.uid()
 
@@ -264,15 +271,10 @@ async def test_a_closed_volume_keeps_its_data_and_opens_again(node: Node) -> Non
 async def test_a_full_disk_is_told_as_such_and_leaves_no_half_volume(volume_format: str) -> None:
     async with open_node(start=False) as node:
         volumes = node.layout.volume("x").parent
-        volumes.mkdir(parents=True)
-        mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(volumes)]
-        subprocess.run(mount, check=True)
-        try:
+        with mounted_tmpfs(volumes, "400k"):
             await node.start()
             await refuses_for_lack_of_space(node, volumes / "ballast", volume_format)
-        finally:
-            await node.cleanup()
-            subprocess.run(["umount", str(volumes)], check=True)
+            await node.end()
 
 
 async def refuses_for_lack_of_space(node: Node, ballast: Path, volume_format: str) -> None:
@@ -357,6 +359,29 @@ async def test_the_health_of_the_daemon_names_version_space_and_numbers(node: No
         "in_flight_tracking": False,
         "online_grow": False,
     }
+
+
+@pytest.mark.parametrize("name", ["after_intent", "after_begin", "after_build", "after_create"])
+async def test_an_open_that_failed_in_the_middle_works_when_it_is_made_again(name: str) -> None:
+    async with open_node(start=False) as node:
+        await node.start(failpoints=f"stord.open.{name}=1*error(EIO)")
+        volume = IDS.uid()
+        with pytest.raises(Internal):
+            await node.open(volume, format="qcow2")
+
+        assert (await node.open(volume, format="qcow2")).state == "open"
+        assert node.volume_names() == [volume]
+
+
+async def test_a_delete_that_failed_in_the_middle_is_completed_by_the_next_open() -> None:
+    async with open_node(start=False) as node:
+        await node.start(failpoints="stord.delete.after_intent=1*error(EIO)")
+        volume = IDS.uid()
+        await node.open(volume)
+        with pytest.raises(Internal):
+            await node.delete(volume)
+
+        assert (await node.open(volume, format="qcow2", generation=2)).created
 
 
 async def test_census_tells_what_no_record_explains(node: Node) -> None:
