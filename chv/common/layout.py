@@ -142,6 +142,14 @@ class Layout:
         """Return the name of the cgroup below which this instance's workers live."""
         return f"chv-{self.instance}"
 
+    def uplink(self, network_uid: str) -> str:
+        """Return the host's end of a network's uplink, `c<instance><8 of the uid>`: 15 bytes."""
+        return f"c{self.instance}{short_uid(network_uid)[:8]}"
+
+    def tap(self, nic_uid: str) -> str:
+        """Return the name of a NIC's tap; it is unique within its network's namespace."""
+        return f"t{short_uid(nic_uid)}"
+
     # --- uids of the VMs
     @property
     def uid_block(self) -> int:
@@ -156,6 +164,11 @@ class Layout:
     def storage_uid(self, slot: int) -> int:
         """Return the uid (and gid) of the storage daemon in a VM's slot."""
         return self.uid_block + 2 * slot + 1
+
+    @property
+    def dns_uid(self) -> int:
+        """Return the uid (and gid) of this instance's dnsmasq workers, beyond every VM slot."""
+        return self.uid_block + UID_BLOCK_SIZE - 1
 
 
 def check_socket_path(path: Path) -> Path:

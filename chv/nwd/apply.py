@@ -1,0 +1,247 @@
+"""Applies one step of a plan to a network. Every step is idempotent and may be cut short anywhere.
+
+The caller holds the network's lock. Errors are those of the parts; none is kept back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, assert_never
+
+import anyio.to_thread
+
+from chv.common.errors import Conflict, NotFound, OwnershipConflict
+from chv.common.failpoint import failpoint
+from chv.nwd import plan, runfiles, settings
+from chv.nwd.blueprint import Blueprint, alias_prefix
+from chv.nwd.kernel import netns, sysctl, tap
+from chv.nwd.kernel.rtnl import Link, Rtnl
+from chv.nwd.observe import Sockets
+from chv.nwd.parts import Parts
+from chv.nwd.plan import Place, WantedLink
+
+_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
+def step_name(step: plan.Step) -> str:
+    """Return `make_netns` for MakeNetns: the name in logs and failpoints."""
+    return _WORD.sub("_", type(step).__name__).lower()
+
+
+class Work:
+    """One pass over one network. `blueprint` is None where the network is to go."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        network_id: str,
+        blueprint: Blueprint | None,
+        sockets: Sockets,
+        verb: str,
+    ) -> None:
+        self._parts = parts
+        self._network_id = network_id
+        self._name = parts.layout.netns(network_id)
+        self._path = parts.netns_path(network_id)
+        self._maybe_blueprint = blueprint
+        self._sockets = sockets
+        self._verb = verb
+
+    @property
+    def _blueprint(self) -> Blueprint:
+        assert self._maybe_blueprint is not None, "a removal makes nothing"
+        return self._maybe_blueprint
+
+    async def apply(self, step: plan.Step) -> None:
+        """Apply a step."""
+        name = step_name(step)
+        await failpoint(f"nwd.{self._verb}.before_{name}")
+        await self._apply(step)
+        await failpoint(f"nwd.{self._verb}.after_{name}")
+
+    async def _apply(self, step: plan.Step) -> None:
+        match step:
+            case plan.MakeNetns():
+                self._forget_rules()
+                await anyio.to_thread.run_sync(netns.create, self._name)
+            case plan.SetSysctls():
+                await netns.inside(self._path, lambda: sysctl.write(_differing()))
+            case plan.MakeBridge(link=link):
+                rtnl = await self._sockets.inner()
+                await rtnl.add_bridge(link.name, link.mac, link.mtu)
+            case plan.MakeUplink(host=host, inner=inner):
+                await self._make_uplink(host, inner)
+            case plan.MakeTap(link=link):
+                await netns.inside(self._path, lambda: tap.make(link.name, link.owner_uid))
+            case plan.LoadRules():
+                await self._load_rules()
+            case (
+                plan.DeleteLink()
+                | plan.ChangeLink()
+                | plan.IsolatePort()
+                | plan.LinkUp()
+                | plan.AddAddress()
+                | plan.DeleteAddress()
+                | plan.SetDefaultRoute()
+            ):
+                await self._apply_to_link(step)
+            case plan.WriteFiles() | plan.StopDns() | plan.StartDns() | plan.TellDns():
+                await self._apply_to_dns(step)
+            case plan.RemoveNetns():
+                self._forget_rules()
+                await anyio.to_thread.run_sync(netns.remove, self._name)
+            case plan.RemoveFiles():
+                directory = self._parts.layout.network_run(self._network_id)
+                await anyio.to_thread.run_sync(runfiles.remove, directory)
+            case _:
+                assert_never(step)
+
+    # --- links
+    async def _apply_to_link(
+        self,
+        step: plan.DeleteLink
+        | plan.ChangeLink
+        | plan.IsolatePort
+        | plan.LinkUp
+        | plan.AddAddress
+        | plan.DeleteAddress
+        | plan.SetDefaultRoute,
+    ) -> None:
+        match step:
+            case plan.DeleteLink(place=place, name=name):
+                await self._delete(place, name)
+            case plan.ChangeLink(place=place, link=wanted):
+                await self._change(place, wanted)
+            case plan.IsolatePort(name=name):
+                rtnl, link = await self._find(Place.INNER, name)
+                await rtnl.change(link, isolated=True)
+            case plan.LinkUp(place=place, name=name):
+                rtnl, link = await self._find(place, name)
+                await rtnl.change(link, up=True)
+            case plan.AddAddress(place=place, name=name, cidr=cidr):
+                rtnl, link = await self._find(place, name)
+                await rtnl.add_address(link, cidr)
+            case plan.DeleteAddress(place=place, name=name, cidr=cidr):
+                rtnl, link = await self._find(place, name)
+                await rtnl.delete_address(link, cidr)
+            case plan.SetDefaultRoute(gateway=gateway):
+                await (await self._sockets.inner()).replace_default_route(gateway)
+            case _:
+                assert_never(step)
+
+    async def _rtnl(self, place: Place) -> Rtnl:
+        if place is Place.HOST:
+            return await self._sockets.host()
+        return await self._sockets.inner()
+
+    async def _find(self, place: Place, name: str) -> tuple[Rtnl, Link]:
+        rtnl = await self._rtnl(place)
+        link = await rtnl.link(name)
+        if link is None:
+            raise NotFound(f"link {name} has vanished meanwhile", resource=self._network_id)
+        return rtnl, link
+
+    async def _delete(self, place: Place, name: str) -> None:
+        rtnl = await self._rtnl(place)
+        link = await rtnl.link(name)
+        if link is None:
+            return
+        if place is Place.HOST:
+            self._check_ours(link)
+        await rtnl.delete(link)
+
+    def _check_ours(self, link: Link) -> None:
+        """In the host's namespace others live too; a veth without alias is a cut-short one."""
+        prefix = f"{alias_prefix(self._parts.layout)}{self._network_id}:"
+        if link.alias and not link.alias.startswith(prefix):
+            raise OwnershipConflict(
+                f"link {link.name} in the host's namespace belongs to {link.alias!r}",
+                resource=self._network_id,
+                hint="rename or remove that link",
+            )
+
+    async def _change(self, place: Place, wanted: WantedLink) -> None:
+        rtnl, link = await self._find(place, wanted.name)
+        changes: dict[str, Any] = {
+            name: value
+            for name, value in (
+                ("alias", wanted.alias),
+                ("mac", wanted.mac),
+                ("mtu", wanted.mtu),
+            )
+            if value and value != getattr(link, name)
+        }
+        if wanted.master:
+            _, bridge = await self._find(place, wanted.master)
+            if link.master != bridge.index:
+                changes["master"] = bridge.index
+        if changes:
+            await rtnl.change(link, **changes)
+
+    async def _make_uplink(self, host: WantedLink, inner: WantedLink) -> None:
+        rtnl = await self._sockets.host()
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            await rtnl.add_veth(host.name, host.mtu, (host.alias, inner.name, fd))
+        finally:
+            os.close(fd)
+
+    # --- rules and names
+    def _forget_rules(self) -> None:
+        """The namespace goes or is new: what we know of its rules is void."""
+        self._parts.nft.forget(self._path)
+        self._parts.loaded.pop(self._network_id, None)
+        directory = self._parts.layout.network_run(self._network_id)
+        (directory / runfiles.RULES).unlink(missing_ok=True)
+
+    async def _load_rules(self) -> None:
+        before = self._parts.loaded.pop(self._network_id, None)
+        loaded = await self._parts.nft.load(self._path, self._blueprint.rules, before)
+        if loaded is None:
+            raise Conflict(
+                "somebody changed nft rules in the same moment", resource=self._network_id
+            )
+        directory = await anyio.to_thread.run_sync(
+            runfiles.prepare, self._parts.layout, self._network_id
+        )
+        await failpoint(f"nwd.{self._verb}.rules_loaded")
+        await anyio.to_thread.run_sync(runfiles.note_rules, directory, loaded.applied)
+        self._parts.loaded[self._network_id] = loaded
+
+    async def _apply_to_dns(
+        self, step: plan.WriteFiles | plan.StopDns | plan.StartDns | plan.TellDns
+    ) -> None:
+        layout, workers = self._parts.layout, self._parts.workers
+        match step:
+            case plan.WriteFiles():
+                await anyio.to_thread.run_sync(
+                    runfiles.write_files, layout, self._network_id, self._blueprint.files
+                )
+            case plan.StopDns():
+                await workers.stop(self._network_id)
+            case plan.StartDns():
+                await workers.start(self._network_id, self._blueprint.configuration, self._verb)
+                await self._note_told()
+            case plan.TellDns():
+                await workers.tell(self._network_id)
+                await failpoint(f"nwd.{self._verb}.dns_told")
+                await self._note_told()
+            case _:
+                assert_never(step)
+
+    async def _note_told(self) -> None:
+        process = self._parts.workers.process(self._network_id)
+        assert process is not None
+        digest = self._blueprint.desired.files
+        await anyio.to_thread.run_sync(
+            runfiles.note_told,
+            self._parts.layout,
+            self._network_id,
+            process.worker_id,
+            digest,
+        )
+
+
+def _differing() -> dict[str, str]:
+    return sysctl.differing(settings.SYSCTLS)

@@ -1,0 +1,66 @@
+"""A TCP connection from a network's gateway into a guest, made for somebody else to use.
+
+The socket is made inside the namespace and works anywhere; the wait happens in the event loop.
+Nothing is relayed: the descriptor leaves with the reply, and the stream outlives us. Fails with
+Unavailable (refused, no such host) or DeadlineExceeded, never with a half-open socket.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import anyio
+
+from chv.common.errors import DeadlineExceeded, Internal, Unavailable
+from chv.nwd.kernel import netns
+from chv.nwd.kernel.errors import translated
+
+_STARTED = (0, errno.EINPROGRESS)
+
+
+async def connect(
+    path: str, source: str, target: tuple[str, int], timeout_s: float
+) -> tuple[socket.socket, str, str]:
+    """Return a connected socket and both its ends as text."""
+    with translated("making a socket in the namespace"):
+        connection = await netns.inside(path, _make)
+    try:
+        connection.bind((source, 0))
+        await _connect(connection, target, timeout_s)
+        connection.setblocking(True)
+        local = connection.getsockname()
+    except BaseException:
+        connection.close()
+        raise
+    return connection, f"{local[0]}:{local[1]}", f"{target[0]}:{target[1]}"
+
+
+def _make() -> socket.socket:
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    connection.setblocking(False)
+    return connection
+
+
+async def _connect(connection: socket.socket, target: tuple[str, int], timeout_s: float) -> None:
+    shown = f"{target[0]}:{target[1]}"
+    number = connection.connect_ex(target)
+    if number not in _STARTED:
+        raise _refusal(number, shown)
+    with anyio.move_on_after(timeout_s) as scope:
+        await anyio.wait_writable(connection)
+    if scope.cancelled_caught:
+        raise DeadlineExceeded(
+            f"{shown} did not answer within {timeout_s:g} s", hint="is the guest up?"
+        )
+    number = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if number:
+        raise _refusal(number, shown)
+
+
+def _refusal(number: int, shown: str) -> Unavailable | Internal:
+    text = f"connecting to {shown}: {os.strerror(number)}"
+    if number in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
+        return Unavailable(text, hint="nothing in the guest listens there yet")
+    return Internal(text)

@@ -1,0 +1,216 @@
+"""Drives networks towards their records: on a call, on the end of a dnsmasq, every RESYNC_S.
+
+A pass observes, plans and applies until the plan is empty. The caller of `converge` and its kin
+holds the network's lock. What fails is raised to the caller, kept as the network's problem and
+tried again at the next resync; other networks go on. Nothing is made for a network or NIC that was
+not asked for since the last boot.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import anyio
+import anyio.abc
+
+from chv.common import logs
+from chv.common.errors import ChvError, Internal, Unavailable
+from chv.common.failpoint import failpoint
+from chv.common.process import WorkerRecord
+from chv.nwd import plan
+from chv.nwd.apply import Work, step_name
+from chv.nwd.blueprint import Blueprint
+from chv.nwd.host import Host
+from chv.nwd.kernel import dhcp_release, netns
+from chv.nwd.locks import NetworkLocks
+from chv.nwd.observe import Sockets, observe, observe_nic
+from chv.nwd.parts import Parts
+from chv.nwd.plan import BRIDGE, DnsState
+from chv.nwd.records import Network, Nic, Wanted
+
+log = logs.get(__name__)
+RESYNC_S = 15.0
+PASSES_MAX = 4
+RESYNC, DETACH, DELETE = "resync", "detach", "delete"
+
+
+class Keeper:
+    """Keeps every network as its record says."""
+
+    def __init__(self, parts: Parts, host: Host, tasks: anyio.abc.TaskGroup) -> None:
+        self.parts = parts
+        self.host = host
+        self.locks = NetworkLocks()
+        self.problems: dict[str, str] = {}
+        self._tasks = tasks
+        self._clean: set[str] = set()
+        self._watched: dict[str, str] = {}
+
+    # --- passes; the caller holds the lock
+    async def converge(self, network_id: str, verb: str) -> None:
+        """Bring the whole network to what its record says."""
+        row = self.parts.records.networks.get(network_id)
+        if row is None:
+            return
+        try:
+            if row.wanted is Wanted.REMOVED:
+                await self._remove(row)
+            elif self.parts.is_due(row):
+                await self._settle(row, verb)
+        except BaseException as error:
+            self._clean.discard(network_id)
+            if isinstance(error, ChvError | OSError):
+                self.problems[network_id] = str(error)
+            raise
+        self.problems.pop(network_id, None)
+
+    async def converge_nic(self, nic: Nic, verb: str) -> None:
+        """Bring one NIC to what its record says; the whole network where that is not enough."""
+        network_id = nic.network_id
+        row = self.parts.records.networks[network_id]
+        if not self.parts.is_due(row):
+            return
+        if network_id in self._clean:
+            self._clean.discard(network_id)  # until it has worked
+            if await self._settle_nic(row, nic, verb):
+                self._clean.add(network_id)
+                return
+        await self.converge(network_id, verb)
+
+    async def finish_removal(self, nic: Nic) -> None:
+        """Forget a NIC of which nothing is left, and end the lease that a guest held."""
+        state = await self.parts.workers.state(
+            nic.network_id, self.parts.netns_path(nic.network_id)
+        )
+        if state is DnsState.ALIVE:
+            await self._release(nic)
+        await self.parts.records.drop_nic(nic)
+
+    async def _release(self, nic: Nic) -> None:
+        gateway = self.parts.records.networks[nic.network_id].topology.gateway
+        try:
+            await netns.inside(
+                self.parts.netns_path(nic.network_id),
+                lambda: dhcp_release.send(nic.mac, nic.address, gateway, BRIDGE),
+            )
+        except (ChvError, OSError) as error:
+            # The lease then ends by itself; until then the address goes to nobody else.
+            log.warning("dhcp_release_failed", nic_id=nic.nic_id, error=error)
+
+    async def _settle(self, row: Network, verb: str) -> None:
+        await self.host.converge()
+        blueprint = self.parts.blueprint(row)
+        for _ in range(PASSES_MAX):
+            if not await self._pass(row.network_id, blueprint, verb):
+                break
+        else:
+            raise Internal("the network does not settle", resource=row.network_id)
+        self._watch(row.network_id)
+        self._clean.add(row.network_id)
+        for nic in self.parts.records.nics_of(row.network_id):
+            if nic.wanted is Wanted.REMOVED:
+                await self.finish_removal(nic)
+
+    async def _pass(self, network_id: str, blueprint: Blueprint, verb: str) -> int:
+        """Observe, plan, apply; return how many steps it took."""
+        async with AsyncExitStack() as stack:
+            sockets = Sockets(stack, self.parts.netns_path(network_id))
+            observed = await observe(self.parts, network_id, sockets)
+            if observed.dns is DnsState.UNKNOWN:
+                raise Unavailable(
+                    "it cannot be told whether the recorded dnsmasq lives", resource=network_id
+                )
+            steps = plan.plan_network(blueprint.desired, observed)
+            work = Work(self.parts, network_id, blueprint, sockets, verb)
+            await self._apply(work, steps, network_id, verb)
+        return len(steps)
+
+    async def _settle_nic(self, row: Network, nic: Nic, verb: str) -> bool:
+        """Apply what concerns one NIC; False where the whole network must be looked at."""
+        network_id = row.network_id
+        tap = self.parts.layout.tap(nic.nic_id)
+        async with AsyncExitStack() as stack:
+            sockets = Sockets(stack, self.parts.netns_path(network_id))
+            observed = await observe_nic(self.parts, network_id, tap, sockets)
+            if observed is None or observed.dns is not DnsState.ALIVE:
+                return False
+            blueprint = self.parts.blueprint(row)
+            steps = plan.plan_nic(blueprint.desired, observed, tap)
+            work = Work(self.parts, network_id, blueprint, sockets, verb)
+            await self._apply(work, steps, network_id, verb)
+        return True
+
+    async def _remove(self, row: Network) -> None:
+        network_id = row.network_id
+        for _ in range(PASSES_MAX):
+            async with AsyncExitStack() as stack:
+                sockets = Sockets(stack, self.parts.netns_path(network_id))
+                observed = await observe(self.parts, network_id, sockets)
+                if observed.dns is DnsState.UNKNOWN:
+                    raise Unavailable("dnsmasq may still run", resource=network_id)
+                has_files = self.parts.layout.network_run(network_id).exists()
+                name = self.parts.layout.uplink(network_id)
+                steps = plan.plan_removal(name, observed, has_files=has_files)
+                work = Work(self.parts, network_id, None, sockets, DELETE)
+                await self._apply(work, steps, network_id, DELETE)
+            if not steps:
+                break
+        else:
+            raise Internal("the network does not go", resource=network_id)
+        await self.host.converge()
+        await failpoint("nwd.delete.before_drop")
+        await self.parts.records.drop_network(row)
+        self._clean.discard(network_id)
+        self.problems.pop(network_id, None)
+
+    async def _apply(self, work: Work, steps: list[plan.Step], network_id: str, verb: str) -> None:
+        for step in steps:
+            await work.apply(step)
+        if steps:
+            names = [step_name(step) for step in steps]
+            log.info("applied", network_id=network_id, verb=verb, steps=names)
+
+    # --- watching
+    def _watch(self, network_id: str) -> None:
+        """Look after the network's dnsmasq, once per incarnation."""
+        process = self.parts.workers.process(network_id)
+        if process is None or self._watched.get(network_id) == process.worker_id:
+            return
+        self._watched[network_id] = process.worker_id
+        self._tasks.start_soon(self._until_end, network_id, process)
+
+    async def _until_end(self, network_id: str, process: WorkerRecord) -> None:
+        await self.parts.workers.until_end(process)
+        if self._watched.get(network_id) == process.worker_id:
+            del self._watched[network_id]
+        current = self.parts.workers.process(network_id)
+        if current is None or current.worker_id != process.worker_id:
+            return  # we ended it
+        self.parts.workers.note_end(network_id)
+        log.warning("dnsmasq_ended", network_id=network_id, worker_id=process.worker_id)
+        await self.try_converge(network_id)
+
+    async def try_converge(self, network_id: str) -> None:
+        """Converge for nobody in particular: a failure is logged and tried again later."""
+        async with self.locks.hold(network_id):
+            try:
+                await self.converge(network_id, RESYNC)
+            except Exception as error:  # noqa: BLE001  the firewall of one network
+                log.warning("not_converged", network_id=network_id, error=error)
+
+    async def resync(self) -> None:
+        """Look at everything once."""
+        for network_id in list(self.parts.records.networks):
+            await self.try_converge(network_id)
+        try:
+            await self.host.converge()
+            await self.host.check()
+        except Exception as error:  # noqa: BLE001  the firewall of the host's side
+            log.warning("host_not_converged", error=error)
+        log.debug("resynced", networks=len(self.parts.records.networks))
+
+    async def resync_forever(self) -> None:
+        """Look at everything again and again."""
+        while True:
+            await anyio.sleep(RESYNC_S)
+            await self.resync()

@@ -1,0 +1,44 @@
+"""What nwd works with: made once at start and handed to everything that touches the world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chv.common.layout import Layout
+from chv.common.process import Provider
+from chv.nwd.blueprint import Blueprint, Settings, draw
+from chv.nwd.kernel import netns
+from chv.nwd.nft.ruleset import Loaded, Nft
+from chv.nwd.records import Network, Nic, Records, Wanted
+from chv.nwd.workers import Workers
+
+
+@dataclass
+class Parts:
+    """The world and the records. `loaded` remembers rules, only to change them in small steps."""
+
+    layout: Layout
+    settings: Settings
+    records: Records
+    provider: Provider
+    workers: Workers
+    nft: Nft
+    boot_id: str
+    loaded: dict[str, Loaded] = field(default_factory=dict)
+
+    def netns_path(self, network_id: str) -> str:
+        """Return the path of a network's namespace."""
+        return netns.path_of(self.layout.netns(network_id))
+
+    def is_due(self, row: Network | Nic) -> bool:
+        """Tell whether an object should exist now: wanted, and asked for since the last boot."""
+        return row.wanted is Wanted.PRESENT and row.boot_id == self.boot_id
+
+    def nics_due(self, network_id: str) -> list[Nic]:
+        """Return the NICs that a network should have now."""
+        return [nic for nic in self.records.nics_of(network_id) if self.is_due(nic)]
+
+    def blueprint(self, network: Network) -> Blueprint:
+        """Return what a network should be now."""
+        nics = self.nics_due(network.network_id)
+        return draw(self.layout, self.settings, network, nics)

@@ -1,0 +1,106 @@
+"""The files of a network in /run: what dnsmasq reads, and what we know about the last pass.
+
+They are gone after a reboot and made again from records, so nothing is synced to disk; a file is
+still always the old or the new one. Blocking: call in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from chv.common.files import ensure_dir, remove_temporaries, temporary_beside
+from chv.common.layout import Layout
+from chv.nwd import dnsmasq
+from chv.nwd.nft.ruleset import Applied
+
+RULES, TOLD = "rules.json", "told"
+_MODE = 0o640
+
+
+def base(layout: Layout) -> Path:
+    """Return the directory above those of the networks."""
+    return layout.run / "net"
+
+
+def prepare(layout: Layout, network_id: str) -> Path:
+    """Make the directory of a network."""
+    directory = layout.network_run(network_id)
+    ensure_dir(base(layout), mode=0o711)
+    ensure_dir(directory, mode=0o750, gid=layout.dns_uid)
+    return directory
+
+
+def replace(path: Path, text: str, gid: int) -> None:
+    """Write a file at once; without a sync, for it does not outlive this boot anyway."""
+    with temporary_beside(path, mode=_MODE, uid=0, gid=gid) as (fd, temporary):
+        os.write(fd, text.encode())
+        temporary.replace(path)
+
+
+def read(path: Path) -> str:
+    """Return the text of a file, empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def files_digest(directory: Path) -> str:
+    """Return the digest of the files that dnsmasq reads, as they are now."""
+    if not directory.is_dir():
+        return ""
+    names = (dnsmasq.HOSTS, dnsmasq.NAMES)
+    if not all((directory / name).is_file() for name in names):
+        return ""
+    return dnsmasq.files_digest({name: read(directory / name) for name in names})
+
+
+def write_files(layout: Layout, network_id: str, files: dict[str, str]) -> None:
+    """Write the files that dnsmasq reads."""
+    directory = prepare(layout, network_id)
+    for name, text in files.items():
+        replace(directory / name, text, layout.dns_uid)
+
+
+def told(directory: Path, worker_id: str) -> str:
+    """Return the digest of what this incarnation of dnsmasq has read."""
+    words = read(directory / TOLD).split()
+    return words[1] if len(words) == 2 and words[0] == worker_id else ""
+
+
+def note_told(layout: Layout, network_id: str, worker_id: str, digest: str) -> None:
+    """Remember it; only after dnsmasq was told."""
+    path = layout.network_run(network_id) / TOLD
+    replace(path, f"{worker_id} {digest}\n", layout.dns_uid)
+
+
+def applied_rules(directory: Path, name: str = RULES) -> Applied | None:
+    """Return what we know of the rules that stand; None where unknown."""
+    text = read(directory / name)
+    try:
+        return msgspec.json.decode(text, type=Applied) if text else None
+    except msgspec.MsgspecError:
+        return None
+
+
+def note_rules(directory: Path, applied: Applied, name: str = RULES) -> None:
+    """Remember it; only after the rules were loaded."""
+    replace(directory / name, msgspec.json.encode(applied).decode(), 0)
+
+
+def tidy(directory: Path, keep: str) -> None:
+    """Remove configurations of earlier dnsmasq processes and halves of writes."""
+    remove_temporaries(directory)
+    for path in directory.glob("*.conf"):
+        if path.name != keep:
+            path.unlink(missing_ok=True)
+
+
+def remove(directory: Path) -> None:
+    """Remove the directory of a network."""
+    if directory.is_dir() and not directory.is_symlink():
+        shutil.rmtree(directory)

@@ -1,0 +1,128 @@
+"""The methods of nwd's API: networks, NICs, census, health. No logic of its own."""
+
+from __future__ import annotations
+
+from chv.common.errors import ChvError
+from chv.common.rpc import Server, WithFds
+from chv.common.wire import nwd as wire
+from chv.common.wire.types import CENSUS, CensusReply, Done, Empty, Feature
+from chv.nwd.census import census
+from chv.nwd.keeper import Keeper
+from chv.nwd.networks import Networks
+from chv.nwd.nics import Nics
+from chv.nwd.probe import missing, probe
+
+PROBLEMS_SHOWN_MAX = 256
+
+
+class Service:
+    """Handlers of the method table."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._parts = keeper.parts
+        self._networks = Networks(keeper)
+        self._nics = Nics(keeper)
+        self._features: list[Feature] = []
+
+    def register(self, server: Server) -> None:
+        """Add every handler but Hello's."""
+        server.add(CENSUS, self.census)
+        server.add(wire.ENSURE_NETWORK, self.ensure)
+        server.add(wire.CHECK_NETWORK, self.check)
+        server.add(wire.DELETE_NETWORK, self.delete)
+        server.add(wire.ATTACH_NIC, self.attach)
+        server.add(wire.DETACH_NIC, self.detach)
+        server.add(wire.OPEN_NIC, self.open_nic)
+        server.add(wire.OPEN_GUEST_CONNECTION, self.connect)
+        server.add(wire.GET_NETWORK, self.get_network)
+        server.add(wire.GET_NIC, self.get_nic)
+        server.add(wire.LIST_NETWORKS, self.list_networks)
+        server.add(wire.LIST_NICS, self.list_nics)
+        server.add(wire.NWD_HEALTH, self.health)
+
+    async def restore(self) -> None:
+        """Re-read the world: what the kernel can, strays, then every network."""
+        self._features = await probe()
+        await self._parts.provider.sweep()
+        await self._parts.workers.end_strays()
+        await self._keeper.resync()
+
+    # --- networks
+    async def ensure(self, request: wire.EnsureNetworkTopology) -> wire.NetworkInfo:
+        """See the wire."""
+        return await self._networks.ensure(request.topology, request.meta.generation)
+
+    async def check(self, request: wire.CheckNetworkTopology) -> Done:
+        """See the wire."""
+        await self._networks.check(request.topology)
+        return Done()
+
+    async def delete(self, request: wire.NetworkRef) -> Done:
+        """See the wire."""
+        await self._networks.delete(request.network_id, request.meta.generation)
+        return Done()
+
+    async def get_network(self, request: wire.GetNetwork) -> wire.NetworkInfo:
+        """See the wire."""
+        return self._networks.info(request.network_id)
+
+    async def list_networks(self, _request: Empty) -> wire.ListNetworksReply:
+        """See the wire."""
+        ids = sorted(self._parts.records.networks)
+        return wire.ListNetworksReply(networks=[self._networks.info(each) for each in ids])
+
+    # --- NICs
+    async def attach(self, request: wire.AttachVmNic) -> wire.NicInfo:
+        """See the wire."""
+        return await self._nics.attach(request)
+
+    async def detach(self, request: wire.NicRef) -> Done:
+        """See the wire."""
+        await self._nics.detach(request.nic_id, request.meta.generation)
+        return Done()
+
+    async def open_nic(self, request: wire.OpenVmNic) -> WithFds[wire.NicInfo]:
+        """See the wire."""
+        info, fd = await self._nics.open(request.nic_id)
+        return WithFds(info, [fd])
+
+    async def connect(self, request: wire.OpenGuestConnection) -> WithFds[wire.GuestConnection]:
+        """See the wire."""
+        reply, fd = await self._nics.connect(request.nic_id, request.port, request.timeout_s)
+        return WithFds(reply, [fd])
+
+    async def get_nic(self, request: wire.GetNic) -> wire.NicInfo:
+        """See the wire."""
+        return self._nics.info(request.nic_id)
+
+    async def list_nics(self, _request: Empty) -> wire.ListNicsReply:
+        """See the wire."""
+        ids = sorted(self._parts.records.nics)
+        return wire.ListNicsReply(nics=[self._nics.info(each) for each in ids])
+
+    # --- the daemon
+    async def census(self, _request: Empty) -> CensusReply:
+        """See the wire."""
+        return CensusReply(items=await census(self._parts))
+
+    async def health(self, _request: Empty) -> wire.NwdHealth:
+        """See the wire."""
+        lacking = missing(self._features)
+        problems = [f"network {uid}: {text}" for uid, text in self._keeper.problems.items()]
+        if lacking:
+            problems.insert(0, f"this host lacks {', '.join(lacking)}")
+        return wire.NwdHealth(
+            status="degraded" if problems else "healthy",
+            features=self._features,
+            networks=len(self._parts.records.networks),
+            nics=len(self._parts.records.nics),
+            last_error=problems[0][:PROBLEMS_SHOWN_MAX] if problems else "",
+            warnings=await self._warnings(),
+        )
+
+    async def _warnings(self) -> list[str]:
+        try:
+            return await self._keeper.host.check()
+        except ChvError as error:
+            return [f"the host cannot be checked: {error}"]

@@ -1,0 +1,235 @@
+"""The dnsmasq processes: started with a recorded intent, told by SIGHUP, adopted, ended.
+
+One per network, in its namespace, with a uid of this instance and three capabilities: to bind its
+ports, to answer clients without an address, to enter neighbours. It outlives nwd. Which process
+it is rests on its record; where that cannot be told it is UNKNOWN and no second one is started.
+Fails with Unavailable when it ends too often or does not come up.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict, deque
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from chv.common import logs
+from chv.common.clock import Clock
+from chv.common.errors import Unavailable
+from chv.common.failpoint import failpoint
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.process import (
+    AdoptVerdict,
+    Provider,
+    SpawnSpec,
+    WorkerRecord,
+    send,
+    terminate,
+    wait_gone,
+)
+from chv.nwd import dnsmasq, runfiles
+from chv.nwd.kernel import netns
+from chv.nwd.nft.text import digest
+from chv.nwd.plan import DnsState
+from chv.nwd.records import Records, Worker
+
+log = logs.get(__name__)
+KIND = "dnsmasq"
+CAPABILITIES = ("CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_NET_BIND_SERVICE")
+READY_TIMEOUT_S = 5.0
+READY_POLL_S = 0.002
+STOP_GRACE_S = 1.0
+MEMORY_BYTES_MAX = 128 << 20
+LOG_BYTES_MAX = 1 << 20
+_SIGHUP_BIT = 1 << (signal.SIGHUP - 1)
+_BOUND = (" 00000000:0043 ", ":0035 ")  # DHCP and DNS in /proc/PID/net/udp
+
+
+class Workers:
+    """All dnsmasq processes of this instance."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        records: Records,
+        provider: Provider,
+        clock: Clock,
+        limits: tuple[int, float],
+    ) -> None:
+        self._layout = layout
+        self._records = records
+        self._provider = provider
+        self._clock = clock
+        self._restarts_max, self._window_s = limits
+        self._ends: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._ids = Ids()
+
+    def prefix(self) -> str:
+        """Every worker id of ours starts with it."""
+        return f"{self._layout.worker_prefix}{KIND}:"
+
+    async def state(self, network_id: str, netns_path: str) -> DnsState:
+        """Judge the recorded process; one of which only the intent is known is looked for."""
+        row = self._records.workers.get(network_id)
+        if row is None:
+            return DnsState.NONE
+        if row.process is None:
+            row = await self._find(row)
+        if row.process is None:
+            return DnsState.DEAD
+        verdict = self._provider.adopt(row.process).verdict
+        if verdict.dead:
+            return DnsState.DEAD
+        if verdict is AdoptVerdict.UNKNOWN:
+            return DnsState.UNKNOWN
+        return DnsState.ALIVE if _is_in(row.process, netns_path) else DnsState.MISPLACED
+
+    async def _find(self, row: Worker) -> Worker:
+        found = await anyio.to_thread.run_sync(self._provider.find, row.worker_id)
+        if not found:
+            return row
+        row = msgspec.structs.replace(row, process=found[0].record())
+        await self._records.put_worker(row)
+        return row
+
+    def configuration(self, network_id: str) -> str:
+        """Return the digest of what the recorded process was started with."""
+        row = self._records.workers.get(network_id)
+        return row.conf_digest if row is not None else ""
+
+    def process(self, network_id: str) -> WorkerRecord | None:
+        """Return the recorded process."""
+        row = self._records.workers.get(network_id)
+        return row.process if row is not None else None
+
+    def note_end(self, network_id: str) -> None:
+        """Count an end that nobody asked for."""
+        self._ends[network_id].append(self._clock.monotonic())
+
+    def forgive(self, network_id: str) -> None:
+        """Forget the ends so far: somebody asked for the network again."""
+        self._ends.pop(network_id, None)
+
+    def _refuse_storm(self, network_id: str) -> None:
+        ends = self._ends[network_id]
+        while ends and ends[0] <= self._clock.monotonic() - self._window_s:
+            ends.popleft()
+        if len(ends) > self._restarts_max:
+            raise Unavailable(
+                f"dnsmasq ended {len(ends)} times within {self._window_s:g} s:"
+                f" {self._last_words(network_id)}",
+                resource=network_id,
+                hint="it is tried again when the window has passed",
+            )
+
+    def _last_words(self, network_id: str) -> str:
+        text = runfiles.read(self._layout.network_run(network_id) / dnsmasq.LOG)
+        return text.strip().splitlines()[-1][-200:] if text.strip() else "it said nothing"
+
+    async def start(self, network_id: str, configuration: str, verb: str) -> None:
+        """Start one. The caller knows that the recorded one, if any, is dead."""
+        self._refuse_storm(network_id)
+        await self._clear(network_id)
+        directory = await anyio.to_thread.run_sync(runfiles.prepare, self._layout, network_id)
+        worker_id = self._layout.worker_id(KIND, network_id, self._ids.nonce())
+        conf = directory / f"{worker_id}.conf"
+        await anyio.to_thread.run_sync(runfiles.replace, conf, configuration, self._layout.dns_uid)
+        await anyio.to_thread.run_sync(_shorten, directory / dnsmasq.LOG)
+        row = Worker(network_id=network_id, worker_id=worker_id, conf_digest=digest(configuration))
+        await self._records.put_worker(row)
+        await failpoint(f"nwd.{verb}.dns_intent")
+        process = await self._provider.spawn(self._spec(network_id, worker_id, conf))
+        await failpoint(f"nwd.{verb}.dns_spawned")
+        await self._records.put_worker(msgspec.structs.replace(row, process=process))
+        await self._ready(network_id, process)
+        await anyio.to_thread.run_sync(runfiles.tidy, directory, conf.name)
+
+    def _spec(self, network_id: str, worker_id: str, conf: Path) -> SpawnSpec:
+        uid = self._layout.dns_uid
+        return SpawnSpec(
+            worker_id=worker_id,
+            argv=(dnsmasq.PROGRAM, "--keep-in-foreground", f"--conf-file={conf}"),
+            uid=uid,
+            gid=uid,
+            keep_capabilities=CAPABILITIES,
+            netns=netns.path_of(self._layout.netns(network_id)),
+            log_path=str(conf.parent / dnsmasq.LOG),
+            memory_max_bytes=MEMORY_BYTES_MAX,
+        )
+
+    async def _ready(self, network_id: str, process: WorkerRecord) -> None:
+        """Wait until it handles SIGHUP and listens; before that a SIGHUP would end it."""
+        with anyio.move_on_after(READY_TIMEOUT_S):
+            while not _listens(process.pid):
+                if self._provider.adopt(process).verdict.dead:
+                    raise Unavailable(
+                        f"dnsmasq ended at once: {self._last_words(network_id)}",
+                        resource=network_id,
+                    )
+                await anyio.sleep(READY_POLL_S)
+            return
+        raise Unavailable(
+            f"dnsmasq does not listen after {READY_TIMEOUT_S:g} s", resource=network_id
+        )
+
+    async def tell(self, network_id: str) -> None:
+        """Let it read its files again."""
+        process = self.process(network_id)
+        if process is not None:
+            send(process, signal.SIGHUP)
+
+    async def stop(self, network_id: str) -> None:
+        """End the recorded one and forget it."""
+        process = self.process(network_id)
+        if process is not None:
+            await terminate(process, grace_s=STOP_GRACE_S)
+        await self._clear(network_id)
+
+    async def _clear(self, network_id: str) -> None:
+        process = self.process(network_id)
+        if process is not None:
+            await self._provider.cleanup(process)
+        if network_id in self._records.workers:
+            await self._records.drop_worker(network_id)
+
+    async def end_strays(self) -> None:
+        """End processes of ours that no record explains, as a lost record would leave them."""
+        known = {row.worker_id for row in self._records.workers.values()}
+        for found in await anyio.to_thread.run_sync(self._provider.find, self.prefix()):
+            if found.worker_id in known:
+                continue
+            log.warning("stray_dnsmasq_ended", worker_id=found.worker_id, pid=found.pid)
+            await terminate(found.record(), grace_s=STOP_GRACE_S)
+            await self._provider.cleanup(found.record())
+
+    async def until_end(self, process: WorkerRecord) -> None:
+        """Return when the process has ended."""
+        await wait_gone(process)
+
+
+def _is_in(process: WorkerRecord, netns_path: str) -> bool:
+    try:
+        return netns.inode(f"/proc/{process.pid}/ns/net") == netns.inode(netns_path)
+    except FileNotFoundError:
+        return False
+
+
+def _listens(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        udp = Path(f"/proc/{pid}/net/udp").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    handles = int(caught.split()[1], 16) & _SIGHUP_BIT
+    return bool(handles) and all(mark in udp for mark in _BOUND)
+
+
+def _shorten(path: Path) -> None:
+    """Keep the log bounded; what it says is of use only while the process lives."""
+    if path.exists() and path.stat().st_size > LOG_BYTES_MAX:
+        path.write_text("")
