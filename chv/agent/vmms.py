@@ -31,6 +31,8 @@ from chv.common.wire.resources import VmmChoice
 from chv.vmm.driver import Launch, VmmDriver, VmmObservation
 
 VMM_LOG = "vmm.log"
+SOCKET_TIMEOUT_S = 5.0
+SOCKET_POLL_S = 0.005
 
 
 class Vmms:
@@ -175,6 +177,10 @@ class Vmms:
     async def attach_console(self, vm: VmHandle) -> None:
         """Let the holder record the serial line."""
         serial = self._driver(vm).serial_socket(self._layout.vmm(vm.uid))
+        # A VMM that has just been started makes its sockets within milliseconds.
+        with anyio.move_on_after(SOCKET_TIMEOUT_S):
+            while not serial.exists():  # noqa: ASYNC110  the file system has no event for us
+                await anyio.sleep(SOCKET_POLL_S)
         await self._console.attach(vm.uid, serial)
 
     async def detach_console(self, vm: VmHandle) -> None:

@@ -23,6 +23,7 @@ TEXT_BYTES_MAX = 900_000  # below the limit of a frame
 DOCUMENTS_MAX = 200
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 USER_DATA = "spec.cloudInit.userData"
+NAMESPACE = "default"
 _QUANTITIES = ("spec.memory", "spec.size")
 
 
@@ -55,6 +56,7 @@ def parse(document: Mapping[str, Any] | bytes | msgspec.Raw) -> Resource:
     tree = {**tree, "status": None}
     metadata = dict(tree["metadata"])
     metadata.pop("managedFields", None)
+    metadata.setdefault("namespace", NAMESPACE)
     tree["metadata"] = metadata
     _refuse_control_characters(tree, tree["spec"], "spec")
     kind = KINDS[tree["kind"]]

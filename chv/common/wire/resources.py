@@ -63,7 +63,10 @@ class ObjectMeta(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Standard object metadata; the server fills what a user cannot know."""
 
     name: Name
-    namespace: Name = "default"
+    # Empty in a file means `default`; with a default of its own it would not be shown.
+    namespace: Annotated[
+        str, Meta(max_length=63, pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?\Z")
+    ] = ""
     uid: str = ""
     generation: Annotated[int, Meta(ge=0, le=GENERATION_MAX)] = 0
     resource_version: Annotated[str, Meta(max_length=32)] = ""
