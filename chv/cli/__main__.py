@@ -19,8 +19,10 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
+    ours, remote = split_remote(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(ours)
+    if remote is not None:
+        arguments.command = remote
     module, function = arguments.handler.split(":")
     handler = getattr(importlib.import_module(f"chv.cli.commands.{module}"), function)
     try:
@@ -34,6 +36,14 @@ def main(argv: list[str] | None = None) -> int:
         # The reader (head, less) has left. Nothing more can be said, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def split_remote(argv: list[str]) -> tuple[list[str], list[str] | None]:
+    """Cut a command line at `--`: what follows belongs to the guest and is not parsed here."""
+    if "--" not in argv:
+        return argv, None
+    cut = argv.index("--")
+    return argv[:cut], argv[cut + 1 :]
 
 
 if __name__ == "__main__":

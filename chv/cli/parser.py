@@ -129,7 +129,7 @@ def _guest(commands: Sub[argparse.ArgumentParser]) -> None:
     ssh.add_argument("-i", "--identity", default="", help="private key file")
     ssh.add_argument("-p", "--port", type=int, default=22)
     _namespace(ssh)
-    ssh.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
+    ssh.add_argument("command", nargs="*", help="after --, passed as it is")
     logs = _add(commands, "logs", "logs:logs", "Show a serial console or a daemon's log.")
     logs.add_argument("target", help="vm/NAME or daemon/agent|stord|nwd|console")
     logs.add_argument("-f", "--follow", action="store_true")

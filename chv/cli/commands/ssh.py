@@ -30,9 +30,6 @@ def ssh(arguments: argparse.Namespace) -> int:
                 kind="VirtualMachine", name=arguments.name, namespace=arguments.namespace
             ),
         )
-    command = list(arguments.command)
-    if command[:1] == ["--"]:
-        command = command[1:]
     identity = arguments.identity or access.identity_file
     if not os.access(identity, os.R_OK):
         raise FailedPrecondition(
@@ -60,8 +57,8 @@ def ssh(arguments: argparse.Namespace) -> int:
         # ssh reads % as the start of a token.
         argv += ["-o", f"{key}={value.replace('%', '%%') if key == 'ProxyCommand' else value}"]
     argv += ["-l", _user(arguments.user or access.user), HOST_ALIAS]
-    if command:
-        argv += ["--", *command]
+    if arguments.command:
+        argv += ["--", *arguments.command]
     return run_foreground(tuple(argv))
 
 

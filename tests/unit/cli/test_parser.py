@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chv.cli.__main__ import main
+from chv.cli.__main__ import main, split_remote
 from chv.cli.operations import seconds
 from chv.cli.output import age
 from chv.cli.parser import build_parser
@@ -75,3 +75,18 @@ def test_bad_durations_are_refused(text: str) -> None:
 def test_age_of_nothing_is_a_dash() -> None:
     assert age("") == "-"
     assert age("2020-01-01T00:00:00.000Z").endswith("d")
+
+
+@pytest.mark.parametrize(
+    ("argv", "ours", "remote"),
+    [
+        (["ssh", "a"], ["ssh", "a"], None),
+        (["ssh", "a", "-n", "b", "--", "ls", "-l"], ["ssh", "a", "-n", "b"], ["ls", "-l"]),
+        (["ssh", "a", "--", "sh", "--", "x"], ["ssh", "a"], ["sh", "--", "x"]),
+    ],
+)
+def test_remote_command_is_cut_off_and_not_parsed(
+    argv: list[str], ours: list[str], remote: list[str] | None
+) -> None:
+    assert split_remote(argv) == (ours, remote)
+    assert build_parser().parse_args(ours).name == "a"
