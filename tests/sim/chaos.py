@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 KINDS = ("fail_before", "fail_after", "hang_before", "hang_after", "kill_before", "kill_after")
 TIMEOUT_S = 10.0  # after which a hanging call is given up by its adapter
+# Most calls are reads, most of what can go wrong is in the effects.
+WEIGHT_READ, WEIGHT_EFFECT = 0.25, 1.5
 DELAYS_S = (0.0, 0.0, 0.001, 0.01, 0.2)
 
 
@@ -49,7 +51,7 @@ class Chaos:
         self, life: int, name: str, effect: Callable[[], T], *, mutating: bool = True
     ) -> T:
         """Do `effect` for an agent of this life, or what chaos has in mind."""
-        fault = self._begin(life, name)
+        fault = self._begin(life, name, mutating)
         delay_s = self.random.choice(DELAYS_S)
         if delay_s:
             await anyio.sleep(delay_s)
@@ -80,10 +82,10 @@ class Chaos:
         if life != self.life:
             raise Killed
 
-    def _begin(self, life: int, name: str) -> str:
+    def _begin(self, life: int, name: str, mutating: bool) -> str:
         self.check(life)
         number, self.calls = self.calls, self.calls + 1
-        fault = self.plan.get(number, "") or self._draw()
+        fault = self.plan.get(number, "") or self._draw(WEIGHT_EFFECT if mutating else WEIGHT_READ)
         if fault.startswith("kill") and self.kills >= self.kills_max:
             fault = ""
         if fault:
@@ -91,14 +93,14 @@ class Chaos:
         self.trace.append(f"{number} {life} {name} {fault}")
         return fault
 
-    def _draw(self) -> str:
+    def _draw(self, weight: float) -> str:
         if self.quiet:
             return ""
         drawn = self.random.random()
         for kind, rate in self.rates.items():
-            if drawn < rate:
+            if drawn < rate * weight:
                 return kind
-            drawn -= rate
+            drawn -= rate * weight
         return ""
 
     def _kill(self, name: str) -> None:

@@ -31,7 +31,7 @@ from chv.common.wire.types import API_VERSION
 LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
 REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound)
 VMS, VOLUMES, NETWORKS = 3, 4, 2
-PAUSES_S = (0.0, 0.01, 0.3, 2.0, 8.0)
+PAUSES_S = (0.01, 0.3, 2.0, 8.0, 25.0)
 
 
 class Client:
@@ -96,21 +96,21 @@ class Client:
         objects = [_object("Image", "tiny", {"builtin": "tiny"})]
         objects += [self._network(n) for n in range(NETWORKS)]
         objects += [self._volume(n) for n in range(VOLUMES)]
-        return {"apply": [*objects, self._vm(0)]}
+        return {"apply": [*objects, self._vm(0), self._vm(1)]}
 
     def _request(self) -> dict[str, Any]:
         drawn = self._random.random()
         vm = self._random.randrange(VMS)
-        if drawn < 0.35:
+        if drawn < 0.4:
             return {"apply": self._some()}
-        if drawn < 0.55:
+        if drawn < 0.52:
             return {"delete": self._victim()}
-        verb = self._random.choice(["start", "start", "stop", "stop", "restart", "reset"])
+        verb = self._random.choice(["start", "start", "stop", "restart", "reset"])
         force = verb in ("stop", "restart") and self._random.random() < 0.3
         return {"verb": api.VmVerb(verb), "name": f"vm{vm}", "force": force}
 
     def _victim(self) -> tuple[str, str]:
-        kind = self._random.choice(["VirtualMachine"] * 4 + ["Volume", "Network", "Image"])
+        kind = self._random.choice(["VirtualMachine"] * 5 + ["Volume", "Network", "Image"])
         names = {
             "VirtualMachine": f"vm{self._random.randrange(VMS)}",
             "Volume": f"vol{self._random.randrange(VOLUMES)}",
@@ -124,7 +124,7 @@ class Client:
         objects = [_object("Image", "tiny", {"builtin": "tiny"})]
         objects += [self._network(n) for n in range(NETWORKS)]
         objects += [self._volume(n) for n in range(VOLUMES)]
-        chosen = objects if self._random.random() < 0.5 else []
+        chosen = objects if self._random.random() < 0.8 else []
         return [*chosen, self._vm(vm)]
 
     def _network(self, number: int) -> dict[str, Any]:
@@ -136,9 +136,9 @@ class Client:
 
     def _vm(self, number: int) -> dict[str, Any]:
         # vol0 for vm0 and so on; vol3 is wanted by all, so that some are refused.
-        volumes = self._random.choice([[], [number], [number, VMS], [VMS]])
+        volumes = self._random.choice([[], [number], [number], [number, VMS]])
         networks = self._random.choice([[0], [1], [0, 1], []])
-        strategies = ["Always", "RerunOnFailure", "RerunOnFailure", "Manual", "Halted"]
+        strategies = ["Always", "Always", "RerunOnFailure", "RerunOnFailure", "Manual", "Halted"]
         spec = {
             "runStrategy": self._random.choice(strategies),
             "memory": self._random.choice(["128Mi", "256Mi"]),

@@ -18,12 +18,12 @@ from tests.sim.checks import problems
 from tests.sim.client import Client
 from tests.sim.world import Machine
 
-REQUESTS = 14
+REQUESTS = 16
 QUIET_S_MAX = 600.0  # restarts back off up to a minute, stops take up to 20 s
 RESYNC_S = 35.0
 STILL_S = 65.0  # two resyncs in which nothing may happen
 LIVES_MAX = 200
-EVENT_PAUSES_S = (0.5, 2.0, 5.0, 15.0)
+EVENT_PAUSES_S = (0.5, 2.0, 5.0, 10.0)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Schedule:
         self.chaos = chaos or Chaos(generator, swarm(generator))
         self.machine = Machine(seed, self.chaos)
         self.events_random = random.Random(seed + 2)
-        self.event_rate = generator.choice((0.0, 0.3, 0.8))
+        self.event_rate = generator.choice((0.0, 0.3, 0.8, 0.8))
         self.events = 0
         self.lives = 0
         self.still_effects = -1
@@ -120,7 +120,8 @@ class Schedule:
         self.machine.gate.open = True
         for daemon in (self.machine.host.stord, self.machine.host.nwd):
             daemon.down_until = 0.0
-        engine.notify_daemon_ready("all")
+        if self.events_random.random() < 0.5:  # a hint as well, which may be lost
+            engine.notify_daemon_ready("all")
         # Longest waits: a restart's back-off, and the window that forgives crashes.
         with anyio.move_on_after(QUIET_S_MAX):
             while problems(self.machine, self.client):
@@ -142,7 +143,7 @@ class Schedule:
         alive = [process for process in host.processes.values() if process.alive]
         told = draw.random() < 0.5  # events are hints; half of them are lost
         self.events += 1
-        match draw.choice(("die", "off", "storage", "storage", "stord", "nwd", "gate")):
+        match draw.choice(("die", "off", "storage", "storage", "storage", "stord", "nwd", "gate")):
             case "die" if alive:
                 host.die(draw.choice(alive))
             case "off" if alive:

@@ -452,7 +452,9 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
 def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> StopStep | None:
     """Return how this VMM is to end, where it is."""
     guest_is_up = worker.state in (VmmState.RUNNING, VmmState.PAUSED, VmmState.UNKNOWN)
-    ask = guest_is_up and not desired.force_stop
+    # A guest that has lost its disks must not run on to be asked.
+    sound = not worker.recovering and not _storage_is_lost(desired, observed)
+    ask = guest_is_up and sound and not desired.force_stop
     if desired.deleting:
         return StopStep(EndKind.DELETE, ask)
     if not desired.running:

@@ -1,0 +1,224 @@
+"""Planted bugs: each must be caught by the simulation, or the simulation proves nothing.
+
+A mutant is a context manager that breaks one rule of the real agent and puts it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from chv.agent import cascade, recovery, tables
+from chv.agent.ledger import Ledger
+from chv.agent.records import Change, Record
+from chv.agent.vm import apply, ending, observe, plan, reconciler
+from chv.agent.vm.plan import (
+    DesiredVm,
+    DetachNicStep,
+    DetachVolumeStep,
+    ObservedVm,
+    ResetStep,
+    Step,
+    StopStep,
+)
+
+Planner = Callable[[DesiredVm, ObservedVm], list[Step]]
+
+
+@contextmanager
+def _planner(change: Callable[[Planner], Planner]) -> Iterator[None]:
+    with patch.object(reconciler, "plan", change(plan.plan)):
+        yield
+
+
+@contextmanager
+def spawn_without_asking_for_the_intent() -> Iterator[None]:
+    """A spawn intent without a pid counts as a process that never came to be."""
+
+    async def judge(context: Any, row: Any) -> Any:
+        if row.record is None:
+            return observe._Process(plan.Life.DEAD, None)
+        return await real(context, row)
+
+    real = observe.judge
+    with patch.object(observe, "judge", judge), patch.object(recovery, "judge", judge):
+        yield
+
+
+@contextmanager
+def close_volumes_before_the_vmm_is_gone() -> Iterator[None]:
+    """Volumes are detached as soon as a stop is wanted."""
+
+    def change(real: Planner) -> Planner:
+        def planner(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+            steps = real(desired, observed)
+            if any(isinstance(step, StopStep) for step in steps):
+                return [*(DetachVolumeStep(uid) for uid in sorted(observed.attached)), *steps]
+            return steps
+
+        return planner
+
+    with _planner(change):
+        yield
+
+
+@contextmanager
+def forget_nics_at_delete() -> Iterator[None]:
+    """A deleted VM leaves its NICs."""
+
+    def change(real: Planner) -> Planner:
+        def planner(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+            steps = real(desired, observed)
+            return [step for step in steps if not isinstance(step, DetachNicStep)]
+
+        return planner
+
+    with _planner(change):
+        yield
+
+
+@contextmanager
+def run_on_without_a_reset() -> Iterator[None]:
+    """After a storage loss the guest goes on as if nothing had happened."""
+
+    def change(real: Planner) -> Planner:
+        def planner(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+            steps = real(desired, observed)
+            lost = observed.worker is not None and observed.backend is plan.Backend.LOST
+            return [s for s in steps if not (lost and isinstance(s, ResetStep))]
+
+        return planner
+
+    with _planner(change):
+        yield
+
+
+@contextmanager
+def forget_that_a_reset_is_due() -> Iterator[None]:
+    """That a recovery is under way is not written down: a killed agent does not know."""
+
+    def change(real: Planner) -> Planner:
+        def planner(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+            steps = real(desired, observed)
+            return [step for step in steps if not isinstance(step, plan.MarkRecoveringStep)]
+
+        return planner
+
+    with _planner(change):
+        yield
+
+
+@contextmanager
+def memory_leads_the_store() -> Iterator[None]:
+    """Memory is changed though the commit failed."""
+
+    async def commit_held(self: Ledger, *changes: Change) -> None:
+        try:
+            await self.store.commit(changes)
+        finally:
+            self.tables.apply(changes)
+            self._doubtful = False
+            self._tell(changes)
+
+    with patch.object(Ledger, "commit_held", commit_held):
+        yield
+
+
+@contextmanager
+def never_read_again_after_a_lost_reply() -> Iterator[None]:
+    """A commit that failed in its reply only is taken for one that was not done."""
+
+    async def commit_held(self: Ledger, *changes: Change) -> None:
+        await self.store.commit(changes)
+        self.tables.apply(changes)
+        self._tell(changes)
+
+    real_load = Ledger.load
+
+    async def load(self: Ledger) -> None:
+        await real_load(self)
+        self._doubtful = False
+
+    with patch.object(Ledger, "commit_held", commit_held), patch.object(Ledger, "load", load):
+        yield
+
+
+@contextmanager
+def no_operation_ends_with_a_delete() -> Iterator[None]:
+    """The object goes, its operation stays under way."""
+
+    def removal(context: Any, stored: Any) -> list[Record]:
+        return [change for change in real(context, stored) if "Operation" not in str(type(change))]
+
+    real = cascade._removal
+    with patch.object(cascade, "_removal", removal):
+        yield
+
+
+@contextmanager
+def delete_without_a_tombstone() -> Iterator[None]:
+    """The object goes without a trace."""
+    real = tables.Tables._remove_object
+
+    def remove(self: tables.Tables, tombstone: Any, undo: Any) -> None:
+        real(self, tombstone, undo)
+        self.tombstones.pop(tombstone.uid, None)
+
+    with patch.object(tables.Tables, "_remove_object", remove):
+        yield
+
+
+@contextmanager
+def leave_the_seed() -> Iterator[None]:
+    """A deleted VM leaves its seed disk with the keys."""
+
+    async def remove_files(self: apply.Applier) -> None:
+        await self._context.world.vmm.remove(self._handle)
+        await self._put_facts(files_made=False, seed_path="")
+
+    with patch.object(apply.Applier, "_remove_files", remove_files):
+        yield
+
+
+@contextmanager
+def no_resync() -> Iterator[None]:
+    """Objects are looked at only when somebody tells that something happened."""
+
+    async def sleep(self: Any, rest_s: float) -> None:
+        await self._woken.wait()
+
+    from chv.agent import actors
+
+    with patch.object(actors.Worker, "_sleep", sleep):
+        yield
+
+
+@contextmanager
+def a_crash_is_a_stop() -> Iterator[None]:
+    """Nothing follows from a crash: the record is dropped under another kind."""
+    real: Callable[..., Awaitable[None]] = ending.forget_worker
+
+    async def forget(context: Any, uid: str, memory: Any) -> None:
+        await real(context, uid, memory)
+        memory.start_not_before = float("inf")
+
+    with patch.object(apply, "forget_worker", forget):
+        yield
+
+
+MUTANTS = (
+    spawn_without_asking_for_the_intent,
+    close_volumes_before_the_vmm_is_gone,
+    forget_nics_at_delete,
+    run_on_without_a_reset,
+    forget_that_a_reset_is_due,
+    memory_leads_the_store,
+    never_read_again_after_a_lost_reply,
+    no_operation_ends_with_a_delete,
+    delete_without_a_tombstone,
+    leave_the_seed,
+    no_resync,
+    a_crash_is_a_stop,
+)

@@ -1,0 +1,55 @@
+"""The real agent under seeded schedules of faults; the count comes from CHV_SIM_SCHEDULES."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.sim.mutants import MUTANTS
+from tests.sim.schedule import Result, run
+
+SCHEDULES = int(os.environ.get("CHV_SIM_SCHEDULES", "500"))
+FIRST = int(os.environ.get("CHV_SIM_FROM", "1000"))
+CHUNKS = 10
+MUTANT_SEEDS_MAX = 60
+SEEDS = [
+    int(line.split("#")[0])
+    for line in (Path(__file__).parent / "seeds.txt").read_text().splitlines()
+    if line.split("#")[0].strip()
+]
+
+
+def told(results: list[Result]) -> str:
+    return "\n".join(f"seed {r.seed}: {problem}" for r in results for problem in r.problems)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_that_once_found_a_bug_finds_none(seed: int) -> None:
+    assert not told([run(seed)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_schedules_with_kills_and_faults_keep_every_invariant(chunk: int) -> None:
+    size = -(-SCHEDULES // CHUNKS)
+    results = [run(FIRST + chunk * size + number) for number in range(size)]
+    assert not told(results)
+    assert sum(result.kills for result in results) >= 3 * size
+    assert sum(result.faults for result in results) >= 10 * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_caught(mutant: Callable[[], AbstractContextManager[None]]) -> None:
+    with mutant():
+        caught = any(run(seed).problems for seed in range(1, MUTANT_SEEDS_MAX))
+    assert caught
+
+
+def test_a_schedule_replays_identically() -> None:
+    for seed in (3, 7, 11):
+        assert run(seed).trace == run(seed).trace
