@@ -20,7 +20,7 @@ import pytest
 
 from chv.common.ids import Ids
 from chv.common.layout import Layout
-from chv.common.process import FoundWorker, choose_provider, scan, wait_gone
+from chv.common.process import CgroupProvider, FoundWorker, choose_provider, scan, wait_gone
 from chv.common.rpc import Client, connect
 from chv.common.wire import stord as wire
 from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
@@ -187,9 +187,15 @@ class Node:
         directory = self.layout.volume("x").parent
         return sorted(path.name for path in directory.glob("*"))
 
+    def has_cgroups(self) -> bool:
+        return isinstance(choose_provider(self.layout), CgroupProvider)
+
     def cgroups(self) -> list[str]:
-        base = Path("/sys/fs/cgroup") / self.layout.cgroup
-        return sorted(path.name for path in base.glob("*/")) if base.is_dir() else []
+        """The leaves of this instance's workers, where the provider makes any."""
+        provider = choose_provider(self.layout)
+        if not isinstance(provider, CgroupProvider):
+            return []
+        return sorted(path.name for path in provider.base.iterdir() if path.is_dir())
 
     def image(self, data: bytes) -> wire.VolumeSource:
         """Put a raw image where the node's images are."""

@@ -221,6 +221,9 @@ async def test_two_volumes_of_a_vm_share_its_storage_daemon_and_leave_one_by_one
 
 async def test_the_last_detach_leaves_no_process_no_file_and_no_cgroup(node: Node) -> None:
     volume, vm, _info = await attached(node)
+    assert len(node.workers()) == 1
+    assert len(node.run_files()) > 1
+    assert len(node.cgroups()) == (1 if node.has_cgroups() else 0)
 
     await node.detach(volume, vm)
     await node.detach(volume, vm)
