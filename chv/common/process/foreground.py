@@ -1,6 +1,7 @@
 """A program in the foreground of a terminal: `chv ssh`, `chv up --foreground`.
 
-It shares our terminal, environment and process group; Ctrl-C reaches it and is left to it.
+It shares our terminal, environment and process group; Ctrl-C reaches it and is left to it. When
+we are killed it gets SIGHUP, as if the terminal had gone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import signal
 import subprocess
 
 from chv.common.errors import NotFound
+from chv.common.process import syscalls
 
 
 def run_foreground(argv: tuple[str, ...], *, environment: dict[str, str] | None = None) -> int:
@@ -26,5 +28,6 @@ def run_foreground(argv: tuple[str, ...], *, environment: dict[str, str] | None 
 
 
 def _restore() -> None:
-    """Undo our ignoring of SIGINT in the new process, which would inherit it."""
+    """In the new process: undo our ignoring of SIGINT, and end when the parent does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    syscalls.set_parent_death_signal(signal.SIGHUP)
