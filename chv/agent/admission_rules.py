@@ -20,7 +20,7 @@ def check_change(tables: Tables, before: StoredObject, after: StoredObject) -> N
     """Refuse what may not change, or not now."""
     match before.resource, after.resource:
         case Volume() as old, Volume() as new:
-            _check_volume(before, old, new)
+            _check_volume(tables, before, old, new)
         case Network() as old_network, Network() as new_network:
             _check_network(before, old_network, new_network)
         case VirtualMachine() as old_vm, VirtualMachine() as new_vm:
@@ -86,16 +86,25 @@ def check_delete(tables: Tables, stored: StoredObject) -> None:
 # --- immutable fields
 
 
-def _check_volume(before: StoredObject, old: Volume, new: Volume) -> None:
+def _check_volume(tables: Tables, before: StoredObject, old: Volume, new: Volume) -> None:
     _refuse_changed(before, "spec.class", old.spec.class_, new.spec.class_)
     _refuse_changed(before, "spec.format", old.spec.format, new.spec.format)
     _refuse_changed(before, "spec.source", old.spec.source, new.spec.source)
-    if parse_bytes(new.spec.size) < parse_bytes(old.spec.size):
+    was, wanted = parse_bytes(old.spec.size), parse_bytes(new.spec.size)
+    if wanted < was:
         raise InvalidArgument(
             f"{shown(new.spec.size)} is less than {shown(old.spec.size)}",
             resource=before.title,
             field="spec.size",
             hint="a volume only grows",
+        )
+    running = [vm for vm in referrers(tables, before.key) if vm.uid in tables.workers]
+    if wanted > was and running:
+        raise FailedPrecondition(
+            f"it grows only while no VM runs on it, and {running[0].title} does",
+            resource=before.title,
+            field="spec.size",
+            hint=f"chv stop {running[0].key[2]}, then apply again",
         )
 
 

@@ -86,6 +86,8 @@ class SimStord:
             self.volumes[params.volume_id] = volume
         elif generation < volume.generation:
             raise StaleGeneration(f"{generation} < {volume.generation}")
+        if backend.size_bytes > volume.size_bytes and volume.attached_to:
+            raise FailedPrecondition(f"grows only when not attached to {volume.attached_to}")
         if backend.size_bytes < volume.size_bytes:
             self.violate(f"I5: volume {params.volume_id} asked to shrink")
         volume.generation, volume.size_bytes = generation, backend.size_bytes

@@ -27,7 +27,7 @@ from chv.agent.records import (
 )
 from chv.agent.vm import plan as steps
 from chv.agent.vm.config import Parts, vmm_config
-from chv.agent.vm.desired import desired_vm, facts_of, handle_of, vm_of
+from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.ending import forget_worker
 from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.observe import Memory, Sight, observe
@@ -78,9 +78,12 @@ FAILPOINTS = tuple(
 class Applier:
     """The effects on one VM, for one pass."""
 
-    def __init__(self, context: Context, uid: str, sight: Sight, memory: Memory) -> None:
+    def __init__(
+        self, context: Context, desired: steps.DesiredVm, sight: Sight, memory: Memory
+    ) -> None:
         self._context = context
-        self._uid = uid
+        self._desired = desired  # what the plan was made for
+        self._uid = desired.uid
         self._sight = sight
         self._memory = memory
         self._operation_id = ""
@@ -264,21 +267,18 @@ class Applier:
 
     async def _intend(self) -> WorkerRow:
         """Store the spawn intent, unless anything is not as it was when the start was planned."""
-        stored = self._stored
-        desired = desired_vm(self._context.ledger.tables, stored)
-        sight = await observe(self._context, stored, desired, self._memory)
+        sight = await observe(self._context, self._stored, self._desired, self._memory)
         async with self._context.ledger.writing() as tables:
             now = self._stored
-            same = now.resource.metadata.generation == stored.resource.metadata.generation
-            if not same or desired_vm(tables, now) != desired or not desired.running:
+            if not same_wish(desired_vm(tables, now), self._desired):
                 raise Conflict("the VM was changed while it was starting", resource=now.title)
             if self._uid in tables.workers or sight.vm.stranger:
                 raise Conflict("an earlier VMM is not forgotten yet", resource=now.title)
-            row = self._intent(now, desired, sight)
+            row = self._intent(now, sight)
             await self._context.ledger.commit_held(PutWorker(row=row))
         return row
 
-    def _intent(self, stored: StoredObject, desired: steps.DesiredVm, sight: Sight) -> WorkerRow:
+    def _intent(self, stored: StoredObject, sight: Sight) -> WorkerRow:
         facts, world = facts_of(stored), self._context.world
         if facts.selection is None or not facts.seed_path:
             raise FailedPrecondition("the start was not prepared", resource=stored.title)
@@ -295,7 +295,7 @@ class Applier:
             vm_uid=self._uid,
             worker_id=worker_id,
             driver=facts.selection.name,
-            config=vmm_config(vm_of(stored), desired, parts, world.layout),
+            config=vmm_config(vm_of(stored), self._desired, parts, world.layout),
             generation=stored.resource.metadata.generation,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from chv.agent.ports import VmHandle
 from chv.agent.records import StoredObject, VmFacts
 from chv.agent.tables import Tables
@@ -66,6 +68,12 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
         disks=_disks(tables, vm),
         nics=_nics(tables, vm, facts),
     )
+
+
+def same_wish(one: DesiredVm, other: DesiredVm) -> bool:
+    """Compare but for requests, which are cleared when they are fulfilled."""
+    cleared = {"force_stop": False, "reset_request": ""}
+    return replace(one, **cleared) == replace(other, **cleared)  # type: ignore[arg-type]
 
 
 def _disks(tables: Tables, vm: VirtualMachine) -> tuple[DesiredDisk, ...]:

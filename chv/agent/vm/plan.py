@@ -331,9 +331,9 @@ def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
         return [silent]
     if desired.deleting:
         return _delete(observed)
-    unwanted = _leftovers(desired, observed)
     if not desired.running:
-        return unwanted + _detach_volumes(observed.attached)
+        return [*_detach_volumes(observed.attached), *_unwanted_nics(desired, observed)]
+    unwanted = [*_leftovers(desired, observed), *_unwanted_nics(desired, observed)]
     blocked = _blocked(desired, observed)
     return unwanted + ([blocked] if blocked is not None else _start(desired, observed))
 
@@ -347,11 +347,22 @@ def _delete(observed: ObservedVm) -> list[Step]:
 
 
 def _leftovers(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
-    """What an earlier spec wanted and this one does not: removed before anything is added."""
-    wanted = {disk.volume_uid for disk in desired.disks}
+    """What an earlier spec wanted and this one does not: removed before anything is added.
+
+    A volume that is to grow is let go of as well: it grows only while nobody has it.
+    """
+    wanted = {disk.volume_uid for disk in desired.disks if not _is_behind(disk, observed.volumes)}
+    return _detach_volumes(observed.attached - wanted)
+
+
+def _unwanted_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     nics = {nic.nic_id for nic in desired.nics}
-    gone = [DetachNicStep(nic_id) for nic_id in sorted(observed.nics) if nic_id not in nics]
-    return [*_detach_volumes(observed.attached - wanted), *gone]
+    return [DetachNicStep(nic_id) for nic_id in sorted(observed.nics) if nic_id not in nics]
+
+
+def _is_behind(disk: DesiredDisk, volumes: dict[str, ObservedVolume]) -> bool:
+    volume = volumes.get(disk.volume_uid)
+    return volume is not None and volume.generation < disk.generation
 
 
 def _detach_volumes(volume_uids: frozenset[str]) -> list[Step]:
@@ -379,7 +390,7 @@ def _blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
 
 def _volume_problem(desired: DesiredVm, disk: DesiredDisk, volume: ObservedVolume | None) -> str:
     if volume is None or volume.generation < disk.generation:
-        return "is not ready"
+        return "is not there yet, or not yet in its newest form"
     if volume.state != "open":
         return f"is {volume.state}"
     if volume.attached_to not in ("", desired.uid):
@@ -436,9 +447,7 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
     steps = _nics(desired, observed) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
-    if worker.state is VmmState.CREATED or (
-        worker.state is VmmState.RUNNING and not worker.booted
-    ):
+    if worker.state is VmmState.CREATED or (worker.state is VmmState.RUNNING and not worker.booted):
         steps.append(BootStep())  # where it runs already, that is written down
     elif worker.state is VmmState.PAUSED:
         steps.append(ResumeStep())

@@ -12,7 +12,7 @@ from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.context import Context
 from chv.agent.records import StoredObject
 from chv.agent.vm.apply import Applier
-from chv.agent.vm.desired import desired_vm, facts_of
+from chv.agent.vm.desired import desired_vm, facts_of, same_wish
 from chv.agent.vm.observe import Memory, Sight, look_at_monitor, observe
 from chv.agent.vm.plan import (
     DesiredVm,
@@ -81,7 +81,7 @@ class VmReconciler:
         return await self._carry_out(desired, sight, steps)
 
     async def _carry_out(self, desired: DesiredVm, sight: Sight, steps: list[Step]) -> Outcome:
-        applier = Applier(self._context, self._uid, sight, self._memory)
+        applier = Applier(self._context, desired, sight, self._memory)
         for step in steps:
             if isinstance(step, WaitStep):
                 await self._wait(step)
@@ -116,8 +116,7 @@ class VmReconciler:
         if stored is None:
             return False
         now = desired_vm(self._context.ledger.tables, stored)
-        # Fulfilled requests are cleared under the plan's own hands.
-        return _without_requests(now) == _without_requests(desired)
+        return same_wish(now, desired)
 
     def _admitted(self, steps: list[Step]) -> list[Step]:
         """Hold back a start until the node may start VMs and the queue has come to this one."""
@@ -233,15 +232,3 @@ class VmReconciler:
             problem=self._problem,
         )
         await self._context.publish(stored, vm_status(picture, self._context.now()))
-
-
-def _without_requests(desired: DesiredVm) -> DesiredVm:
-    return DesiredVm(
-        uid=desired.uid,
-        running=desired.running,
-        deleting=desired.deleting,
-        replace_worker=desired.replace_worker,
-        boot_image=desired.boot_image,
-        disks=desired.disks,
-        nics=desired.nics,
-    )

@@ -19,6 +19,7 @@ from chv.common.quantity import parse_bytes
 from chv.common.wire import stord
 from chv.common.wire.resources import Condition, ImageStatus, Volume, VolumeStatus
 
+LOST = ("missing", "broken")
 FAILPOINTS = tuple(
     f"agent.volume.{name}.{moment}"
     for name in ("open", "close", "delete")
@@ -37,10 +38,12 @@ class VolumeReconciler(SimpleReconciler):
         if stored.deleting:
             return await self._delete(stored, seen)
         volume = _volume(stored)
-        if seen is None or seen.generation < volume.metadata.generation:
-            return await self._open(stored, volume)
-        if seen.state != "open":
+        if seen is not None and seen.state in LOST:
             raise DataLoss(f"the volume is {seen.state}: {seen.last_error}", resource=stored.title)
+        behind = seen is None or seen.generation < volume.metadata.generation
+        if behind or (seen is not None and seen.state != "open"):
+            return await self._open(stored, volume)
+        assert seen is not None
         await self._show(stored, seen, condition("Ready", True, "Open", evidence=seen.path))
         await self.settle("open")
         return Done()
