@@ -20,6 +20,7 @@ from chv.nwd.kernel.rtnl import Link, Rtnl
 from chv.nwd.observe import Sockets
 from chv.nwd.parts import Parts
 from chv.nwd.plan import Place, WantedLink
+from chv.nwd.records import Worker
 
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
@@ -221,7 +222,7 @@ class Work:
             case plan.StopDns():
                 await workers.stop(self._network_id)
             case plan.StartDns():
-                await workers.start(self._network_id, self._blueprint.configuration, self._verb)
+                await self._start_dns()
                 await self._note_told()
             case plan.TellDns():
                 await workers.tell(self._network_id)
@@ -229,6 +230,16 @@ class Work:
                 await self._note_told()
             case _:
                 assert_never(step)
+
+    async def _start_dns(self) -> None:
+        _, bridge = await self._find(Place.INNER, plan.BRIDGE)
+        worker = Worker(
+            network_id=self._network_id,
+            worker_id="",
+            conf_digest=self._blueprint.desired.configuration,
+            bridge_index=bridge.index,
+        )
+        await self._parts.workers.start(worker, self._blueprint.configuration, self._verb)
 
     async def _note_told(self) -> None:
         process = self._parts.workers.process(self._network_id)

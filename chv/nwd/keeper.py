@@ -186,7 +186,6 @@ class Keeper:
         current = self.parts.workers.process(network_id)
         if current is None or current.worker_id != process.worker_id:
             return  # we ended it
-        self.parts.workers.note_end(network_id)
         log.warning("dnsmasq_ended", network_id=network_id, worker_id=process.worker_id)
         await self.try_converge(network_id)
 

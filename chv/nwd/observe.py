@@ -58,7 +58,8 @@ async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNe
         )
     inside = await anyio.to_thread.run_sync(_look_inside, path)
     rtnl = await sockets.inner()
-    links = seen(await rtnl.links(), await rtnl.addresses())
+    raw = await rtnl.links()
+    links = seen(raw, await rtnl.addresses())
     routes = await rtnl.routes()
     files, told, dns = await _dns(parts, network_id)
     return ObservedNetwork(
@@ -66,6 +67,8 @@ async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNe
         sysctls_right=inside.sysctls_right,
         links=links,
         host_uplink=host_uplink,
+        bridge=raw[BRIDGE].index if BRIDGE in raw else 0,
+        dns_bridge=parts.workers.bridge(network_id),
         default_gateway=routes.get("0.0.0.0/0", ""),
         rules=_rules(parts, network_id, inside),
         files=files,
@@ -96,6 +99,8 @@ async def observe_nic(
         netns=NetnsState.PRESENT,
         sysctls_right=True,
         links=links,
+        bridge=bridge.index,
+        dns_bridge=parts.workers.bridge(network_id),
         rules=_rules(parts, network_id, inside),
         files=files,
         told=told,

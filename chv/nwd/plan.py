@@ -98,6 +98,8 @@ class ObservedNetwork:
     told: str = ""  # what dnsmasq has read
     dns: DnsState = DnsState.NONE
     dns_configuration: str = ""
+    dns_bridge: int = 0  # number of the bridge that it is bound to
+    bridge: int = 0  # number of the one that is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +405,11 @@ def plan_dns(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Ste
         yield WriteFiles()
     if observed.dns is DnsState.UNKNOWN:
         return
-    right = observed.dns is DnsState.ALIVE and observed.dns_configuration == desired.configuration
+    right = (
+        observed.dns is DnsState.ALIVE
+        and observed.dns_configuration == desired.configuration
+        and observed.dns_bridge == observed.bridge
+    )
     if observed.dns in (DnsState.ALIVE, DnsState.MISPLACED) and not right:
         yield StopDns()
     if not right:

@@ -83,11 +83,15 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """The dnsmasq of a network. `worker_id` is the intent, `process` what came of it."""
+    """The dnsmasq of a network. `worker_id` is the intent, `process` what came of it.
+
+    Its sockets are bound to the bridge that was there: another bridge needs another process.
+    """
 
     network_id: str
     worker_id: str
     conf_digest: str
+    bridge_index: int
     process: WorkerRecord | None = None
 
 

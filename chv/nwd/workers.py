@@ -33,7 +33,6 @@ from chv.common.process import (
 )
 from chv.nwd import dnsmasq, runfiles
 from chv.nwd.kernel import netns
-from chv.nwd.nft.text import digest
 from chv.nwd.plan import DnsState
 from chv.nwd.records import Records, Worker
 
@@ -42,6 +41,7 @@ KIND = "dnsmasq"
 CAPABILITIES = ("CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_NET_BIND_SERVICE")
 READY_TIMEOUT_S = 5.0
 READY_POLL_S = 0.002
+RETRY_S = 0.05
 STOP_GRACE_S = 1.0
 MEMORY_BYTES_MAX = 128 << 20
 LOG_BYTES_MAX = 1 << 20
@@ -101,14 +101,15 @@ class Workers:
         row = self._records.workers.get(network_id)
         return row.conf_digest if row is not None else ""
 
+    def bridge(self, network_id: str) -> int:
+        """Return the number of the bridge that the recorded process is bound to."""
+        row = self._records.workers.get(network_id)
+        return row.bridge_index if row is not None else 0
+
     def process(self, network_id: str) -> WorkerRecord | None:
         """Return the recorded process."""
         row = self._records.workers.get(network_id)
         return row.process if row is not None else None
-
-    def note_end(self, network_id: str) -> None:
-        """Count an end that nobody asked for."""
-        self._ends[network_id].append(self._clock.monotonic())
 
     def forgive(self, network_id: str) -> None:
         """Forget the ends so far: somebody asked for the network again."""
@@ -130,23 +131,38 @@ class Workers:
         text = runfiles.read(self._layout.network_run(network_id) / dnsmasq.LOG)
         return text.strip().splitlines()[-1][-200:] if text.strip() else "it said nothing"
 
-    async def start(self, network_id: str, configuration: str, verb: str) -> None:
-        """Start one. The caller knows that the recorded one, if any, is dead."""
-        self._refuse_storm(network_id)
+    async def start(self, plan: Worker, configuration: str, verb: str) -> None:
+        """Start one that listens, as `plan` says but for its id. The caller knows that the recorded one, if any, is dead."""
+        network_id = plan.network_id
+        while True:
+            await self._bury(network_id)
+            self._refuse_storm(network_id)
+            process = await self._start_once(plan, configuration, verb)
+            if await self._ready(network_id, process):
+                return
+            await self._clock.sleep(RETRY_S)
+
+    async def _bury(self, network_id: str) -> None:
+        """Forget a dead one, and count its end: nobody asked for it, or `stop` had forgotten it."""
+        if self.process(network_id) is not None:
+            self._ends[network_id].append(self._clock.monotonic())
         await self._clear(network_id)
+
+    async def _start_once(self, plan: Worker, configuration: str, verb: str) -> WorkerRecord:
+        network_id = plan.network_id
         directory = await anyio.to_thread.run_sync(runfiles.prepare, self._layout, network_id)
         worker_id = self._layout.worker_id(KIND, network_id, self._ids.nonce())
         conf = directory / f"{worker_id}.conf"
         await anyio.to_thread.run_sync(runfiles.replace, conf, configuration, self._layout.dns_uid)
         await anyio.to_thread.run_sync(_shorten, directory / dnsmasq.LOG)
-        row = Worker(network_id=network_id, worker_id=worker_id, conf_digest=digest(configuration))
+        row = msgspec.structs.replace(plan, worker_id=worker_id)
         await self._records.put_worker(row)
         await failpoint(f"nwd.{verb}.dns_intent")
         process = await self._provider.spawn(self._spec(network_id, worker_id, conf))
         await failpoint(f"nwd.{verb}.dns_spawned")
         await self._records.put_worker(msgspec.structs.replace(row, process=process))
-        await self._ready(network_id, process)
         await anyio.to_thread.run_sync(runfiles.tidy, directory, conf.name)
+        return process
 
     def _spec(self, network_id: str, worker_id: str, conf: Path) -> SpawnSpec:
         uid = self._layout.dns_uid
@@ -161,19 +177,17 @@ class Workers:
             memory_max_bytes=MEMORY_BYTES_MAX,
         )
 
-    async def _ready(self, network_id: str, process: WorkerRecord) -> None:
-        """Wait until it handles SIGHUP and listens; before that a SIGHUP would end it."""
+    async def _ready(self, network_id: str, process: WorkerRecord) -> bool:
+        """Wait until it handles SIGHUP, which would end it before, and listens; False: it died."""
         with anyio.move_on_after(READY_TIMEOUT_S):
             while not _listens(process.pid):
                 if self._provider.adopt(process).verdict.dead:
-                    raise Unavailable(
-                        f"dnsmasq ended at once: {self._last_words(network_id)}",
-                        resource=network_id,
-                    )
+                    return False
                 await anyio.sleep(READY_POLL_S)
-            return
+            return True
         raise Unavailable(
-            f"dnsmasq does not listen after {READY_TIMEOUT_S:g} s", resource=network_id
+            f"dnsmasq does not listen after {READY_TIMEOUT_S:g} s: {self._last_words(network_id)}",
+            resource=network_id,
         )
 
     async def tell(self, network_id: str) -> None:

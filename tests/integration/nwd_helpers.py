@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 
 from chv.common.ids import Ids
@@ -33,12 +34,14 @@ from chv.common.rpc import Client, connect
 from chv.common.wire import nwd as wire
 from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
 from chv.nwd.kernel import netns, tap
+from tests.integration import nwd_frames as frames
 from tests.integration.nwd_frames import VNET_HEADER, checksum
 from tests.integration.stord_helpers import short_root
 
 IDS = Ids()
 T = TypeVar("T")
 HOST_ADDRESS, WAN_ADDRESS = "198.18.7.2", "198.18.7.1"
+DISCOVERS_MAX = 10
 FOREIGN_TABLE = "table inet foreign { chain c { type filter hook input priority 5; }; }"
 needs_nwd = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("dnsmasq") is None or not Path("/dev/net/tun").exists(),
@@ -109,6 +112,7 @@ class Node:
             f'log_level = "debug"\n[network]\n{network}\n[limits]\n{limits}\n'
         )
         self.log = root / "nwd.log"
+        self.points = root / "failpoints"
         self.process: subprocess.Popen[bytes] | None = None
 
     async def start(self, failpoints: str = "") -> None:
@@ -117,9 +121,8 @@ class Node:
 
     def _start(self, failpoints: str) -> None:
         reader, writer = os.pipe()
-        environment = {**os.environ, "CHV_READY_FD": str(writer)}
-        if failpoints:
-            environment |= {"CHV_TEST_BUILD": "1", "CHV_FAILPOINTS": failpoints}
+        environment = {**os.environ, "CHV_READY_FD": str(writer), "CHV_TEST_BUILD": "1"}
+        environment |= {"CHV_FAILPOINTS": failpoints, "CHV_FAILPOINTS_LOG": str(self.points)}
         command = [sys.executable, "-m", "chv.nwd", "--config", str(self.config)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -154,7 +157,7 @@ class Node:
 
     # --- calls
     def topology(self, network_id: str, **changes: Any) -> wire.Topology:
-        fields = {
+        fields: dict[str, Any] = {
             "network_id": network_id,
             "name": "net",
             "tenant": "default",
@@ -176,7 +179,7 @@ class Node:
         self, network_id: str, nic_id: str = "", generation: int = 1, **changes: Any
     ) -> wire.NicInfo:
         nic_id = nic_id or IDS.uid()
-        fields = {
+        fields: dict[str, Any] = {
             "meta": meta(generation),
             "nic_id": nic_id,
             "vm_id": IDS.uid(),
@@ -211,6 +214,10 @@ class Node:
     async def nics(self) -> list[wire.NicInfo]:
         reply: wire.ListNicsReply = await self.call(wire.LIST_NICS, Empty())
         return reply.nics
+
+    async def nic(self, nic_id: str) -> wire.NicInfo:
+        info: wire.NicInfo = await self.call(wire.GET_NIC, wire.GetNic(nic_id=nic_id))
+        return info
 
     async def health(self) -> wire.NwdHealth:
         reply: wire.NwdHealth = await self.call(wire.NWD_HEALTH, Empty())
@@ -268,9 +275,12 @@ class Node:
         }
 
     def applied(self) -> list[str]:
-        """The steps that nwd says it has applied since the log was last cut."""
-        lines = [line for line in self.log.read_text().splitlines() if '"applied"' in line]
-        return lines
+        """The steps that nwd says it has applied since `forget_log`."""
+        lines = (msgspec.json.decode(line) for line in self.log.read_bytes().splitlines())
+        return [step for line in lines if line["event"] == "applied" for step in line["steps"]]
+
+    def forget_log(self) -> None:
+        os.truncate(self.log, 0)
 
     async def cleanup(self) -> None:
         """Leave nothing of this instance on the machine."""
@@ -429,6 +439,31 @@ class Wire:
         finally:
             timer.cancel()
         return None
+
+
+def lease(guest: Wire, mac: str, *, client_id: bytes = b"") -> tuple[str, dict[int, bytes]]:
+    """Go through DISCOVER, OFFER, REQUEST, ACK as a guest does."""
+    for _ in range(DISCOVERS_MAX):
+        # dnsmasq takes some milliseconds over a SIGHUP; a guest repeats its question as well.
+        guest.send(frames.dhcp(frames.DISCOVER, mac, client_id=client_id))
+        offer = guest.receive(frames.dhcp_reply, timeout_s=0.3)
+        if offer is not None:
+            break
+    assert offer is not None, "no offer"
+    server = socket.inet_ntoa(offer[1][54])
+    guest.send(
+        frames.dhcp(frames.REQUEST, mac, address=offer[0], server=server, client_id=client_id)
+    )
+    ack = guest.receive(frames.dhcp_reply)
+    assert ack is not None, "no answer to the request"
+    assert ack[1][53] == bytes((frames.ACK,))
+    return ack
+
+
+async def leased(node: Node, info: wire.NicInfo) -> str:
+    """Return the address that DHCP gives on a NIC now."""
+    async with open_wire(node, info.nic_id) as guest:
+        return await anyio.to_thread.run_sync(lambda: lease(guest, info.mac)[0])
 
 
 @asynccontextmanager

@@ -9,13 +9,15 @@ import pytest
 from chv.common.errors import PermissionDenied, Unavailable
 from tests.integration import nwd_frames as frames
 from tests.integration.nwd_helpers import (
+    HOST_ADDRESS,
     IDS,
     WAN_ADDRESS,
     Guest,
     Node,
-    Wire,
     connects,
     inside,
+    ip,
+    lease,
     needs_nwd,
     open_guest,
     open_node,
@@ -23,21 +25,6 @@ from tests.integration.nwd_helpers import (
 )
 
 pytestmark = [pytest.mark.root, needs_nwd]
-
-
-def lease(wire: Wire, mac: str, *, client_id: bytes = b"") -> tuple[str, dict[int, bytes]]:
-    """Go through DISCOVER, OFFER, REQUEST, ACK as a guest does."""
-    wire.send(frames.dhcp(frames.DISCOVER, mac, client_id=client_id))
-    offer = wire.receive(frames.dhcp_reply)
-    assert offer is not None, "no offer"
-    server = socket.inet_ntoa(offer[1][54])
-    wire.send(
-        frames.dhcp(frames.REQUEST, mac, address=offer[0], server=server, client_id=client_id)
-    )
-    ack = wire.receive(frames.dhcp_reply)
-    assert ack is not None
-    assert ack[1][53] == bytes((frames.ACK,))
-    return ack
 
 
 def resolve(guest: Guest, name: str, kind: int = 1) -> tuple[int, list[bytes]]:
@@ -88,15 +75,14 @@ async def test_the_gateway_connects_to_declared_ports_alone() -> None:
             guest.configure()
             with pytest.raises(Unavailable, match="refused"):
                 await node.connect_guest(nic.nic_id, 22)
-            with guest.listen(22) as listener:
-                with await node.connect_guest(nic.nic_id, 22) as connection:
-                    inner, peer = listener.accept()
-                    assert peer[0] == "10.7.0.1"
-                    inner.sendall(b"SSH-2.0-x\r\n")
-                    assert connection.recv(100) == b"SSH-2.0-x\r\n"
-                    await node.end()  # the stream does not depend on us
-                    connection.sendall(b"still here")
-                    assert inner.recv(100) == b"still here"
+            with guest.listen(22) as listener, await node.connect_guest(nic.nic_id, 22) as out:
+                inner, peer = listener.accept()
+                assert peer[0] == "10.7.0.1"
+                inner.sendall(b"SSH-2.0-x\r\n")
+                assert out.recv(100) == b"SSH-2.0-x\r\n"
+                await node.end()  # the stream does not depend on us
+                out.sendall(b"still here")
+                assert inner.recv(100) == b"still here"
             await node.start()
             with pytest.raises(PermissionDenied, match="8080"):
                 await node.connect_guest(nic.nic_id, 8080)
@@ -117,7 +103,5 @@ async def test_the_uplink_cannot_open_a_connection_to_a_guest() -> None:
 
 def add_route(node: Node, subnet: str, via: str) -> None:
     """Give the host and the world the route that an attacker would use."""
-    from tests.integration.nwd_helpers import HOST_ADDRESS, ip
-
     ip("-n", node.sandbox.host, "route", "add", subnet, "via", via)
     ip("-n", node.sandbox.wan, "route", "add", subnet, "via", HOST_ADDRESS)

@@ -1,0 +1,190 @@
+"""Whatever somebody breaks behind nwd's back is repaired, at start and by the periodic look."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from chv.common.wire.nwd import NicInfo
+from chv.nwd.kernel import netns
+from tests.helpers import wait_until
+from tests.integration.nwd_helpers import (
+    IDS,
+    WAN_ADDRESS,
+    Node,
+    inside,
+    ip,
+    leased,
+    needs_nwd,
+    nft_in,
+    open_guest,
+    open_node,
+)
+
+pytestmark = [pytest.mark.root, needs_nwd]
+
+
+class Broken:
+    """What there is to break."""
+
+    def __init__(self, node: Node, nic: NicInfo) -> None:
+        self.node = node
+        self.nic = nic
+        self.host = node.sandbox.host
+        self.directory = node.layout.network_run(nic.network_id)
+
+    def inner(self, *arguments: str) -> None:
+        ip("-n", self.nic.netns, *arguments)
+
+    def kill(self) -> None:
+        for worker in self.node.workers():
+            os.kill(worker.pid, signal.SIGKILL)
+
+    def replace_netns_by_a_file(self) -> None:
+        ip("netns", "delete", self.nic.netns)
+        open(netns.path_of(self.nic.netns), "w").close()
+
+    def sysctl(self, name: str, value: str) -> None:
+        def write() -> None:
+            with open(f"/proc/sys/net/{name}", "w") as file:
+                file.write(value)
+
+        inside(self.nic.netns, write)
+
+    def unlink(self, name: str) -> None:
+        (self.directory / name).unlink()
+
+    def scribble(self, name: str) -> None:
+        (self.directory / name).write_text("02:00:00:00:00:05,10.7.0.66,evil\n")
+
+
+DAMAGE: dict[str, Callable[[Broken], object]] = {
+    "tap deleted": lambda b: b.inner("link", "delete", b.nic.tap),
+    "tap down": lambda b: b.inner("link", "set", b.nic.tap, "down"),
+    "tap off the bridge": lambda b: b.inner("link", "set", b.nic.tap, "nomaster"),
+    "tap not isolated": lambda b: b.inner(
+        "link", "set", b.nic.tap, "type", "bridge_slave", "isolated", "off"
+    ),
+    "tap of another size": lambda b: b.inner("link", "set", b.nic.tap, "mtu", "1300"),
+    "a link of somebody": lambda b: b.inner("link", "add", "intruder", "type", "bridge"),
+    "rules flushed": lambda b: nft_in(b.nic.netns, "flush ruleset"),
+    "a rule added": lambda b: nft_in(b.nic.netns, "insert rule inet chv forward accept"),
+    "an element removed": lambda b: nft_in(
+        b.nic.netns, f'delete element bridge chv port_mac {{ "{b.nic.tap}" . {b.nic.mac} }}'
+    ),
+    "dnsmasq killed": lambda b: b.kill(),
+    "default route deleted": lambda b: b.inner("route", "delete", "default"),
+    "bridge deleted": lambda b: b.inner("link", "delete", "br0"),
+    "bridge address deleted": lambda b: b.inner("address", "flush", "dev", "br0"),
+    "bridge address added": lambda b: b.inner("address", "add", "10.66.0.1/24", "dev", "br0"),
+    "bridge MAC changed": lambda b: b.inner("link", "set", "br0", "address", "02:00:00:00:00:77"),
+    "uplink deleted inside": lambda b: b.inner("link", "delete", "up0"),
+    "uplink deleted outside": lambda b: ip(
+        "-n", b.host, "link", "delete", b.node.layout.uplink(b.nic.network_id)
+    ),
+    "uplink down": lambda b: ip(
+        "-n", b.host, "link", "set", b.node.layout.uplink(b.nic.network_id), "down"
+    ),
+    "host table deleted": lambda b: nft_in(b.host, f"delete table inet {b.node.layout.host_table}"),
+    "host rule deleted": lambda b: nft_in(
+        b.host, f"flush chain inet {b.node.layout.host_table} from_tenant"
+    ),
+    "namespace deleted": lambda b: ip("netns", "delete", b.nic.netns),
+    "namespace replaced by a file": lambda b: b.replace_netns_by_a_file(),
+    "forwarding off": lambda b: b.sysctl("ipv4/ip_forward", "0"),
+    "IPv6 on": lambda b: b.sysctl("ipv6/conf/all/disable_ipv6", "0"),
+    "hosts file deleted": lambda b: b.unlink("hosts"),
+    "hosts file overwritten": lambda b: b.scribble("hosts"),
+    "notes of rules deleted": lambda b: b.unlink("rules.json"),
+    "notes of rules spoiled": lambda b: b.scribble("rules.json"),
+    "marker deleted": lambda b: b.unlink("told"),
+}
+
+
+async def works(node: Node, nic: NicInfo) -> None:
+    """Everything a guest needs, on real packets."""
+    assert await leased(node, nic) == nic.address
+    server = inside(node.sandbox.wan, lambda: socket.create_server(("0.0.0.0", 80)))
+    async with open_guest(node, nic) as guest:
+        guest.configure()
+        with server, guest.listen(22):
+            assert guest.connects(WAN_ADDRESS, 80)
+            (await node.connect_guest(nic.nic_id, 22)).close()
+
+
+async def test_every_damage_is_repaired_by_one_start_and_the_next_changes_nothing() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        nic = await node.attach(network)
+        other = await node.attach(network)
+        await works(node, nic)
+        truth = truth_of(node, nic)
+        for name, damage in DAMAGE.items():
+            await node.end()
+            damage(Broken(node, nic))
+            node.forget_log()
+            await node.start()
+            assert (await node.network(network)).status == "ready", name
+            # The host's table is told apart by its listing, not as a step of a network.
+            assert node.applied() or "host" in name or "notes" in name, f"{name}: nothing was done"
+            assert truth_of(node, nic) == truth, name
+            assert await leased(node, other) == other.address, name
+            node.forget_log()
+            await node.ensure(network)
+            assert node.applied() == [], name
+        await works(node, nic)
+
+
+def truth_of(node: Node, nic: NicInfo) -> list[str]:
+    """The network as tools show it, without what changes by itself."""
+    links = ip("-n", nic.netns, "-br", "link").splitlines()
+    host_links = ip("-n", node.sandbox.host, "-br", "link").splitlines()
+    return [
+        *sorted(f"{line.split()[0].partition('@')[0]} {'UP>' in line}" for line in links),
+        *sorted(line.split()[0].partition("@")[0] for line in host_links),
+        ip("-n", nic.netns, "route").replace("linkdown", "").replace("  ", " "),
+        _sorted_elements(nft_in(nic.netns, "list ruleset")),
+        _sorted_elements(nft_in(node.sandbox.host, "list ruleset")),
+    ]
+
+
+def _sorted_elements(listing: str) -> str:
+    lines = [line for line in listing.splitlines() if "packets" not in line]
+    return "\n".join(" ".join(sorted(line.replace(",", " ").split())) for line in lines)
+
+
+@pytest.mark.slow
+async def test_damage_is_repaired_while_nwd_runs() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        nic = await node.attach(network)
+        nft_in(nic.netns, "flush ruleset")
+        ip("-n", nic.netns, "link", "delete", nic.tap)
+        nft_in(node.sandbox.host, f"delete table inet {node.layout.host_table}")
+
+        def repaired() -> bool:
+            here = nft_in(nic.netns, "list tables").count("chv") == 2
+            there = node.layout.host_table in node.host_rules()
+            return here and there and nic.tap in ip("-n", nic.netns, "-br", "link")
+
+        await wait_until(repaired, timeout_s=30)
+        await works(node, nic)
+
+
+async def test_attach_and_open_repair_what_they_need_at_once() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        nic = await node.attach(network)
+        ip("-n", nic.netns, "link", "delete", nic.tap)
+        assert await leased(node, nic) == nic.address
+        ip("netns", "delete", nic.netns)
+        other = await node.attach(network)
+        assert await leased(node, other) == other.address
+        assert await leased(node, nic) == nic.address
