@@ -77,16 +77,16 @@ class SimpleReconciler:
 
     async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:
         """Show the error; a final one ends the operation."""
+        ready = condition("Ready", False, condition_reason(error.code), str(error))
+        current = self._context.stored(self._uid)
+        if current is not None:
+            await self.show_error(current, ready, permanent=permanent)
         operations = self._context.operations
         if permanent:
             await operations.end(self._uid, OperationState.FAILED, str(error), error.data())
         else:
             await operations.note(self._uid, f"tries again: {error}")
             await self._expire()
-        ready = condition("Ready", False, condition_reason(error.code), str(error))
-        current = self._context.stored(self._uid)
-        if current is not None:
-            await self.show_error(current, ready, permanent=permanent)
 
     async def _expire(self) -> None:
         operation = self._context.operations.current(self._uid)

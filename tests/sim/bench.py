@@ -70,7 +70,9 @@ class Bench:
 async def open_bench(machine: Machine | None = None, **limits: Any) -> AsyncIterator[Bench]:
     """Run an engine on a machine; leaving is the agent's clean end, the machine goes on."""
     if machine is None:
-        machine = Machine(1, Chaos(random.Random(1)), Limits(**limits) if limits else None)
+        machine = Machine(
+            1, Chaos(random.Random(1), delays_s=(0.0,)), Limits(**limits) if limits else None
+        )
         machine.chaos.quiet = True
     engine = Engine(machine.agent_store(), machine.world())
     await engine.load()

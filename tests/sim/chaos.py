@@ -37,6 +37,7 @@ class Chaos:
 
     random: random.Random
     rates: dict[str, float] = field(default_factory=dict)
+    delays_s: tuple[float, ...] = DELAYS_S
     kills_max: int = 40
     life: int = 0
     quiet: bool = False
@@ -52,7 +53,7 @@ class Chaos:
     ) -> T:
         """Do `effect` for an agent of this life, or what chaos has in mind."""
         fault = self._begin(life, name, mutating)
-        delay_s = self.random.choice(DELAYS_S)
+        delay_s = self.random.choice(self.delays_s)
         if delay_s:
             await anyio.sleep(delay_s)
         else:

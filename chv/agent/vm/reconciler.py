@@ -157,12 +157,12 @@ class VmReconciler:
             await self._expire()
             return
         self._problem = str(error)
-        await self._context.operations.end(
-            self._uid, OperationState.FAILED, str(error), error.data()
-        )
         desired = desired_vm(self._context.ledger.tables, stored)
         sight = await observe(self._context, stored, desired, self._memory)
         await self._show(desired, sight, [])
+        await self._context.operations.end(
+            self._uid, OperationState.FAILED, str(error), error.data()
+        )
 
     async def _expire(self) -> None:
         """Let the operation fail that has been going on for too long."""
