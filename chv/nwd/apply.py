@@ -13,19 +13,20 @@ import anyio.to_thread
 
 from chv.common.errors import Conflict, NotFound, OwnershipConflict
 from chv.common.failpoint import failpoint
-from chv.nwd import plan, runfiles, settings
+from chv.nwd import runfiles, settings, steps
 from chv.nwd.blueprint import Blueprint, alias_prefix
 from chv.nwd.kernel import netns, sysctl, tap
 from chv.nwd.kernel.rtnl import Link, Rtnl
 from chv.nwd.observe import Sockets
 from chv.nwd.parts import Parts
-from chv.nwd.plan import Place, WantedLink
+from chv.nwd.plan import BRIDGE
 from chv.nwd.records import Worker
+from chv.nwd.steps import Place, WantedLink
 
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
-def step_name(step: plan.Step) -> str:
+def step_name(step: steps.Step) -> str:
     """Return `make_netns` for MakeNetns: the name in logs and failpoints."""
     return _WORD.sub("_", type(step).__name__).lower()
 
@@ -54,45 +55,45 @@ class Work:
         assert self._maybe_blueprint is not None, "a removal makes nothing"
         return self._maybe_blueprint
 
-    async def apply(self, step: plan.Step) -> None:
+    async def apply(self, step: steps.Step) -> None:
         """Apply a step."""
         name = step_name(step)
         await failpoint(f"nwd.{self._verb}.before_{name}")
         await self._apply(step)
         await failpoint(f"nwd.{self._verb}.after_{name}")
 
-    async def _apply(self, step: plan.Step) -> None:
+    async def _apply(self, step: steps.Step) -> None:
         match step:
-            case plan.MakeNetns():
+            case steps.MakeNetns():
                 self._forget_rules()
                 await anyio.to_thread.run_sync(netns.create, self._name)
-            case plan.SetSysctls():
+            case steps.SetSysctls():
                 await netns.inside(self._path, lambda: sysctl.write(_differing()))
-            case plan.MakeBridge(link=link):
+            case steps.MakeBridge(link=link):
                 rtnl = await self._sockets.inner()
                 await rtnl.add_bridge(link.name, link.mac, link.mtu)
-            case plan.MakeUplink(host=host, inner=inner):
+            case steps.MakeUplink(host=host, inner=inner):
                 await self._make_uplink(host, inner)
-            case plan.MakeTap(link=link):
+            case steps.MakeTap(link=link):
                 await netns.inside(self._path, lambda: tap.make(link.name, link.owner_uid))
-            case plan.LoadRules():
+            case steps.LoadRules():
                 await self._load_rules()
             case (
-                plan.DeleteLink()
-                | plan.ChangeLink()
-                | plan.IsolatePort()
-                | plan.LinkUp()
-                | plan.AddAddress()
-                | plan.DeleteAddress()
-                | plan.SetDefaultRoute()
+                steps.DeleteLink()
+                | steps.ChangeLink()
+                | steps.IsolatePort()
+                | steps.LinkUp()
+                | steps.AddAddress()
+                | steps.DeleteAddress()
+                | steps.SetDefaultRoute()
             ):
                 await self._apply_to_link(step)
-            case plan.WriteFiles() | plan.StopDns() | plan.StartDns() | plan.TellDns():
+            case steps.WriteFiles() | steps.StopDns() | steps.StartDns() | steps.TellDns():
                 await self._apply_to_dns(step)
-            case plan.RemoveNetns():
+            case steps.RemoveNetns():
                 self._forget_rules()
                 await anyio.to_thread.run_sync(netns.remove, self._name)
-            case plan.RemoveFiles():
+            case steps.RemoveFiles():
                 directory = self._parts.layout.network_run(self._network_id)
                 await anyio.to_thread.run_sync(runfiles.remove, directory)
             case _:
@@ -101,32 +102,32 @@ class Work:
     # --- links
     async def _apply_to_link(
         self,
-        step: plan.DeleteLink
-        | plan.ChangeLink
-        | plan.IsolatePort
-        | plan.LinkUp
-        | plan.AddAddress
-        | plan.DeleteAddress
-        | plan.SetDefaultRoute,
+        step: steps.DeleteLink
+        | steps.ChangeLink
+        | steps.IsolatePort
+        | steps.LinkUp
+        | steps.AddAddress
+        | steps.DeleteAddress
+        | steps.SetDefaultRoute,
     ) -> None:
         match step:
-            case plan.DeleteLink(place=place, name=name):
+            case steps.DeleteLink(place=place, name=name):
                 await self._delete(place, name)
-            case plan.ChangeLink(place=place, link=wanted):
+            case steps.ChangeLink(place=place, link=wanted):
                 await self._change(place, wanted)
-            case plan.IsolatePort(name=name):
+            case steps.IsolatePort(name=name):
                 rtnl, link = await self._find(Place.INNER, name)
                 await rtnl.change(link, isolated=True)
-            case plan.LinkUp(place=place, name=name):
+            case steps.LinkUp(place=place, name=name):
                 rtnl, link = await self._find(place, name)
                 await rtnl.change(link, up=True)
-            case plan.AddAddress(place=place, name=name, cidr=cidr):
+            case steps.AddAddress(place=place, name=name, cidr=cidr):
                 rtnl, link = await self._find(place, name)
                 await rtnl.add_address(link, cidr)
-            case plan.DeleteAddress(place=place, name=name, cidr=cidr):
+            case steps.DeleteAddress(place=place, name=name, cidr=cidr):
                 rtnl, link = await self._find(place, name)
                 await rtnl.delete_address(link, cidr)
-            case plan.SetDefaultRoute(gateway=gateway):
+            case steps.SetDefaultRoute(gateway=gateway):
                 await (await self._sockets.inner()).replace_default_route(gateway)
             case _:
                 assert_never(step)
@@ -211,20 +212,20 @@ class Work:
         self._parts.loaded[self._network_id] = loaded
 
     async def _apply_to_dns(
-        self, step: plan.WriteFiles | plan.StopDns | plan.StartDns | plan.TellDns
+        self, step: steps.WriteFiles | steps.StopDns | steps.StartDns | steps.TellDns
     ) -> None:
         layout, workers = self._parts.layout, self._parts.workers
         match step:
-            case plan.WriteFiles():
+            case steps.WriteFiles():
                 await anyio.to_thread.run_sync(
                     runfiles.write_files, layout, self._network_id, self._blueprint.files
                 )
-            case plan.StopDns():
+            case steps.StopDns():
                 await workers.stop(self._network_id)
-            case plan.StartDns():
+            case steps.StartDns():
                 await self._start_dns()
                 await self._note_told()
-            case plan.TellDns():
+            case steps.TellDns():
                 await workers.tell(self._network_id)
                 await failpoint(f"nwd.{self._verb}.dns_told")
                 await self._note_told()
@@ -232,7 +233,7 @@ class Work:
                 assert_never(step)
 
     async def _start_dns(self) -> None:
-        _, bridge = await self._find(Place.INNER, plan.BRIDGE)
+        _, bridge = await self._find(Place.INNER, BRIDGE)
         worker = Worker(
             network_id=self._network_id,
             worker_id="",

@@ -17,8 +17,9 @@ from chv.nwd.dnsmasq import DnsNetwork, DnsNic
 from chv.nwd.nft import rules
 from chv.nwd.nft.rules import NetworkRules, NicRules
 from chv.nwd.nft.text import Ruleset, digest
-from chv.nwd.plan import BRIDGE, UPLINK, DesiredNetwork, WantedLink
+from chv.nwd.plan import BRIDGE, UPLINK, VETH, DesiredNetwork
 from chv.nwd.records import Network, Nic
+from chv.nwd.steps import WantedLink
 
 UPLINK_PREFIX = 31
 
@@ -115,14 +116,14 @@ def _uplink(
     mtu = network.topology.mtu
     inner = WantedLink(
         name=UPLINK,
-        kind="veth",
+        kind=VETH,
         alias=alias(layout, network.network_id, "uplink"),
         mtu=mtu,
         addresses=frozenset({f"{theirs}/{UPLINK_PREFIX}"}),
     )
     host = WantedLink(
         name=layout.uplink(network.network_id),
-        kind="veth",
+        kind=VETH,
         alias=alias(layout, network.network_id, "host"),
         mtu=mtu,
         addresses=frozenset({f"{ours}/{UPLINK_PREFIX}"}),

@@ -27,6 +27,7 @@ from chv.nwd.observe import Sockets, observe, observe_nic
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, DnsState
 from chv.nwd.records import Network, Nic, Wanted
+from chv.nwd.steps import Step
 
 log = logs.get(__name__)
 RESYNC_S = 15.0
@@ -163,7 +164,7 @@ class Keeper:
         self._clean.discard(network_id)
         self.problems.pop(network_id, None)
 
-    async def _apply(self, work: Work, steps: list[plan.Step], network_id: str, verb: str) -> None:
+    async def _apply(self, work: Work, steps: list[Step], network_id: str, verb: str) -> None:
         for step in steps:
             await work.apply(step)
         if steps:

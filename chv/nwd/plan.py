@@ -9,16 +9,35 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from chv.nwd.steps import (
+    AddAddress,
+    ChangeLink,
+    DeleteAddress,
+    DeleteLink,
+    IsolatePort,
+    LinkUp,
+    LoadRules,
+    MakeBridge,
+    MakeNetns,
+    MakeTap,
+    MakeUplink,
+    Place,
+    RemoveFiles,
+    RemoveNetns,
+    SetDefaultRoute,
+    SetSysctls,
+    StartDns,
+    Step,
+    StopDns,
+    TellDns,
+    WantedLink,
+    WriteFiles,
+)
 
 LOOPBACK, BRIDGE, UPLINK = "lo", "br0", "up0"
-
-
-class Place(enum.Enum):
-    """Where a link is."""
-
-    INNER = "inner"  # the network's namespace
-    HOST = "host"
+VETH = "veth"
 
 
 class NetnsState(enum.Enum):
@@ -48,21 +67,6 @@ class SeenLink:
     mtu: int = 0
     up: bool = False
     alias: str = ""
-    master: str = ""
-    isolated: bool = False
-    owner_uid: int = -1
-    addresses: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class WantedLink:
-    """A link as it should be; the empty values mean that it does not matter."""
-
-    name: str
-    kind: str
-    alias: str = ""
-    mac: str = ""
-    mtu: int = 0
     master: str = ""
     isolated: bool = False
     owner_uid: int = -1
@@ -102,162 +106,18 @@ class ObservedNetwork:
     bridge: int = 0  # number of the one that is there
 
 
-@dataclass(frozen=True, slots=True)
-class MakeNetns:
-    """Make the namespace."""
-
-
-@dataclass(frozen=True, slots=True)
-class SetSysctls:
-    """Set the namespace's kernel settings."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteLink:
-    """Remove a link."""
-
-    place: Place
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class MakeBridge:
-    """Make the bridge."""
-
-    link: WantedLink
-
-
-@dataclass(frozen=True, slots=True)
-class MakeUplink:
-    """Make both ends of the uplink."""
-
-    host: WantedLink
-    inner: WantedLink
-
-
-@dataclass(frozen=True, slots=True)
-class MakeTap:
-    """Make a tap, or give it another owner."""
-
-    link: WantedLink
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeLink:
-    """Make the attributes of a link right: MAC, MTU, alias, master."""
-
-    place: Place
-    link: WantedLink
-
-
-@dataclass(frozen=True, slots=True)
-class IsolatePort:
-    """Let a port of the bridge speak to the bridge alone."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUp:
-    """Take a link into use."""
-
-    place: Place
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class AddAddress:
-    """Give a link an address."""
-
-    place: Place
-    name: str
-    cidr: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteAddress:
-    """Take an address from a link."""
-
-    place: Place
-    name: str
-    cidr: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetDefaultRoute:
-    """Make the host's end of the uplink the way out."""
-
-    gateway: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRules:
-    """Bring the namespace's rules up to date, in one transaction."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFiles:
-    """Write the files that dnsmasq reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopDns:
-    """End a dnsmasq that has another configuration or is in the wrong place."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartDns:
-    """Start a dnsmasq."""
-
-
-@dataclass(frozen=True, slots=True)
-class TellDns:
-    """Let dnsmasq read its files again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveNetns:
-    """Remove the namespace and with it all that is in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveFiles:
-    """Remove the network's directory."""
-
-
-Step = (
-    MakeNetns
-    | SetSysctls
-    | DeleteLink
-    | MakeBridge
-    | MakeUplink
-    | MakeTap
-    | ChangeLink
-    | IsolatePort
-    | LinkUp
-    | AddAddress
-    | DeleteAddress
-    | SetDefaultRoute
-    | LoadRules
-    | WriteFiles
-    | StopDns
-    | StartDns
-    | TellDns
-    | RemoveNetns
-    | RemoveFiles
-)
-
-
 def plan_network(desired: DesiredNetwork, observed: ObservedNetwork) -> list[Step]:
     """Return every step that is left."""
+    removals = _unwanted(desired, observed)
+    rest = _without(observed, removals)
     return [
         *_namespace(observed),
-        *_unwanted(desired, observed),
-        *_base(desired, observed),
-        *_rules(desired, observed),
-        *_into_use(desired, observed),
-        *(step for tap in desired.taps for step in plan_tap(tap, observed.links.get(tap.name))),
-        *plan_dns(desired, observed),
+        *removals,
+        *_base(desired, rest),
+        *_rules(desired, rest),
+        *_into_use(desired, rest),
+        *(step for tap in desired.taps for step in plan_tap(tap, rest.links.get(tap.name))),
+        *plan_dns(desired, rest),
     ]
 
 
@@ -266,8 +126,9 @@ def plan_nic(desired: DesiredNetwork, observed: ObservedNetwork, tap: str) -> li
     seen = observed.links.get(tap)
     wanted = next((link for link in desired.taps if link.name == tap), None)
     steps: list[Step] = []
-    if wanted is None and seen is not None:
+    if seen is not None and (wanted is None or wanted.kind != seen.kind):
         steps.append(DeleteLink(Place.INNER, tap))
+        seen = None
     steps += _rules(desired, observed)
     if wanted is not None:
         steps += plan_tap(wanted, seen)
@@ -295,44 +156,52 @@ def _namespace(observed: ObservedNetwork) -> Iterator[Step]:
         yield SetSysctls()
 
 
-def _unwanted(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:
-    wanted = {tap.name: tap for tap in desired.taps} | {desired.bridge.name: desired.bridge}
-    if desired.uplink is not None:
-        wanted[desired.uplink.name] = desired.uplink
-    for name, seen in observed.links.items():
-        if name == LOOPBACK:
-            continue
-        if name not in wanted or wanted[name].kind != seen.kind:
-            yield DeleteLink(Place.INNER, name)
-    half = desired.uplink is not None and not _both_ends(observed)
-    if observed.host_uplink is not None and (desired.uplink is None or half):
-        yield DeleteLink(Place.HOST, desired.host_name)
-    if half and UPLINK in observed.links:
-        yield DeleteLink(Place.INNER, UPLINK)
+def _unwanted(desired: DesiredNetwork, observed: ObservedNetwork) -> list[Step]:
+    """Remove what nobody wants and what is wrong in kind; of half a pair, the half."""
+    kinds = {tap.name: tap.kind for tap in desired.taps} | {BRIDGE: desired.bridge.kind}
+    whole = _is_whole(desired, observed)
+    if whole:
+        kinds[UPLINK] = VETH
+    steps: list[Step] = [
+        DeleteLink(Place.INNER, name)
+        for name, seen in observed.links.items()
+        if name != LOOPBACK and kinds.get(name) != seen.kind
+    ]
+    if observed.host_uplink is not None and not whole:
+        steps.append(DeleteLink(Place.HOST, desired.host_name))
+    return steps
 
 
-def _both_ends(observed: ObservedNetwork) -> bool:
-    """A link without its namespace is on its way out, with the namespace that held its peer."""
-    present = observed.netns is NetnsState.PRESENT
-    return present and UPLINK in observed.links and observed.host_uplink is not None
+def _is_whole(desired: DesiredNetwork, observed: ObservedNetwork) -> bool:
+    """Tell whether a wanted uplink has both ends; one without the namespace is on its way out."""
+    ends = (observed.links.get(UPLINK), observed.host_uplink)
+    kinds = {seen.kind if seen is not None else "" for seen in ends}
+    return desired.uplink is not None and observed.netns is NetnsState.PRESENT and kinds == {VETH}
+
+
+def _without(observed: ObservedNetwork, removals: list[Step]) -> ObservedNetwork:
+    """Return what is left after the removals: ports lose their bridge, pairs go as a whole."""
+    gone = {(step.place, step.name) for step in removals if isinstance(step, DeleteLink)}
+    links = {n: seen for n, seen in observed.links.items() if (Place.INNER, n) not in gone}
+    if (Place.INNER, BRIDGE) in gone:
+        links = {n: replace(seen, master="", isolated=False) for n, seen in links.items()}
+    host = observed.host_uplink
+    if any(place is Place.HOST for place, _ in gone) or (Place.INNER, UPLINK) in gone:
+        host = None
+    return replace(observed, links=links, host_uplink=host)
 
 
 def _base(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:
     bridge = observed.links.get(BRIDGE)
-    if bridge is not None and bridge.kind != desired.bridge.kind:
-        bridge = None
     if bridge is None:
         yield MakeBridge(desired.bridge)
-        # Settings of the bridge exist only now.
-        yield SetSysctls()
+        yield SetSysctls()  # settings of the bridge exist only now
     yield from _attributes(Place.INNER, desired.bridge, bridge)
     yield from _addresses(Place.INNER, desired.bridge, bridge)
     if desired.uplink is None or desired.host_uplink is None:
         return
-    whole = _both_ends(observed)
-    inner = observed.links.get(UPLINK) if whole else None
-    host = observed.host_uplink if whole else None
-    if not whole:
+    inner, host = observed.links.get(UPLINK), observed.host_uplink
+    if inner is None or host is None:
         yield MakeUplink(desired.host_uplink, desired.uplink)
     for place, wanted, seen in (
         (Place.HOST, desired.host_uplink, host),
@@ -364,32 +233,31 @@ def _addresses(place: Place, wanted: WantedLink, seen: SeenLink | None) -> Itera
 
 
 def _rules(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:
-    if observed.rules != desired.rules:
+    if observed.netns is not NetnsState.PRESENT or observed.rules != desired.rules:
         yield LoadRules()
 
 
 def _into_use(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:
-    names = [LOOPBACK, BRIDGE]
-    whole = desired.uplink is not None and _both_ends(observed)
+    wanted: list[tuple[Place, str, SeenLink | None]] = [
+        (Place.INNER, LOOPBACK, observed.links.get(LOOPBACK)),
+        (Place.INNER, BRIDGE, observed.links.get(BRIDGE)),
+    ]
+    inner, host = observed.links.get(UPLINK), observed.host_uplink
     if desired.uplink is not None:
-        names.append(UPLINK)
-        host = observed.host_uplink
-        if not whole or host is None or not host.up:
-            yield LinkUp(Place.HOST, desired.host_name)
-    for name in names:
-        seen = observed.links.get(name)
-        if seen is None or not seen.up or (name == UPLINK and not whole):
-            yield LinkUp(Place.INNER, name)
-    if desired.default_gateway and (
-        not whole or observed.default_gateway != desired.default_gateway
-    ):
+        wanted += [(Place.HOST, desired.host_name, host), (Place.INNER, UPLINK, inner)]
+    for place, name, seen in wanted:
+        if seen is None or not seen.up:
+            yield LinkUp(place, name)
+    if not desired.default_gateway:
+        return
+    # The kernel drops routes with the link or its being up.
+    stands = inner is not None and inner.up and host is not None
+    if not stands or observed.default_gateway != desired.default_gateway:
         yield SetDefaultRoute(desired.default_gateway)
 
 
 def plan_tap(wanted: WantedLink, seen: SeenLink | None) -> Iterator[Step]:
     """Return the steps for one tap; its rules stand already."""
-    if seen is not None and seen.kind != wanted.kind:
-        seen = None  # removed by the steps before
     if seen is None or seen.owner_uid != wanted.owner_uid:
         yield MakeTap(wanted)
     yield from _attributes(Place.INNER, wanted, seen)

@@ -132,7 +132,10 @@ class Workers:
         return text.strip().splitlines()[-1][-200:] if text.strip() else "it said nothing"
 
     async def start(self, plan: Worker, configuration: str, verb: str) -> None:
-        """Start one that listens, as `plan` says but for its id. The caller knows that the recorded one, if any, is dead."""
+        """Start one that listens, as `plan` says but for its id.
+
+        The caller knows that the recorded one, if any, is dead.
+        """
         network_id = plan.network_id
         while True:
             await self._bury(network_id)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -46,14 +47,10 @@ class Broken:
 
     def replace_netns_by_a_file(self) -> None:
         ip("netns", "delete", self.nic.netns)
-        open(netns.path_of(self.nic.netns), "w").close()
+        Path(netns.path_of(self.nic.netns)).touch()
 
     def sysctl(self, name: str, value: str) -> None:
-        def write() -> None:
-            with open(f"/proc/sys/net/{name}", "w") as file:
-                file.write(value)
-
-        inside(self.nic.netns, write)
+        inside(self.nic.netns, lambda: Path(f"/proc/sys/net/{name}").write_text(value))
 
     def unlink(self, name: str) -> None:
         (self.directory / name).unlink()

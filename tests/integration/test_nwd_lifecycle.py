@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -392,13 +393,8 @@ async def test_health_tells_features_and_what_the_host_gets_in_the_way() -> None
         )
         (warning,) = (await node.health()).warnings
         assert warning.startswith("HostForwardBlocked: chain ip docker FORWARD")
-        inside(node.sandbox.host, lambda: _write("/proc/sys/net/ipv4/ip_forward", "0"))
+        inside(node.sandbox.host, lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("0"))
         assert any("HostForwardingOff" in text for text in (await node.health()).warnings)
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
 
 
 async def test_a_guest_may_call_itself_what_it_likes() -> None:

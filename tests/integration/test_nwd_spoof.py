@@ -60,14 +60,14 @@ def attacks(me: NicInfo, victim: NicInfo) -> dict[str, bytes]:
             "33:33:00:00:00:01", mac, frames.IPV6, advertisement
         ),
         "IPv6 datagram": frames.ethernet(
-            "33:33:00:00:00:01", mac, frames.IPV6,
+            "33:33:00:00:00:01",
+            mac,
+            frames.IPV6,
             frames.ipv6("fe80::1", "ff02::1", 17, b"\0" * 8 + MARK),
-        ),  # fmt: skip
-        "VLAN tag": frames.ethernet(
-            frames.BROADCAST, mac, 0x8100, tagged + udp(mac, theirs)[14:]
         ),
+        "VLAN tag": frames.ethernet(frames.BROADCAST, mac, 0x8100, tagged + udp(mac, theirs)[14:]),
         "unknown protocol": frames.ethernet(frames.BROADCAST, mac, 0x88B5, MARK * 8),
-    }  # fmt: skip
+    }
 
 
 def allowed(me: NicInfo, victim: NicInfo) -> dict[str, bytes]:
@@ -90,9 +90,11 @@ class Listeners:
     def sees(self, attacker: Wire, frame: bytes, me: NicInfo) -> bool:
         """Send a frame and one that is allowed after it; tell whether the first came through."""
         barrier = frames.ethernet(
-            frames.BROADCAST, me.mac, frames.IPV4,
+            frames.BROADCAST,
+            me.mac,
+            frames.IPV4,
             frames.udp((me.address, BARRIER), ("10.7.0.255", BARRIER), MARK),
-        )  # fmt: skip
+        )
         attacker.send(frame)
         attacker.send(barrier)
         seen = False

@@ -1,0 +1,174 @@
+"""The steps of a plan, as data. Pure: `plan` makes them, `apply` does them, each idempotent."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Place(enum.Enum):
+    """Where a link is."""
+
+    INNER = "inner"  # the network's namespace
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLink:
+    """A link as it should be; the empty values mean that it does not matter."""
+
+    name: str
+    kind: str
+    alias: str = ""
+    mac: str = ""
+    mtu: int = 0
+    master: str = ""
+    isolated: bool = False
+    owner_uid: int = -1
+    addresses: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class MakeNetns:
+    """Make the namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetSysctls:
+    """Set the namespace's kernel settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteLink:
+    """Remove a link."""
+
+    place: Place
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MakeBridge:
+    """Make the bridge."""
+
+    link: WantedLink
+
+
+@dataclass(frozen=True, slots=True)
+class MakeUplink:
+    """Make both ends of the uplink."""
+
+    host: WantedLink
+    inner: WantedLink
+
+
+@dataclass(frozen=True, slots=True)
+class MakeTap:
+    """Make a tap, or give it another owner."""
+
+    link: WantedLink
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLink:
+    """Make the attributes of a link right: MAC, MTU, alias, master."""
+
+    place: Place
+    link: WantedLink
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatePort:
+    """Let a port of the bridge speak to the bridge alone."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """Take a link into use."""
+
+    place: Place
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddAddress:
+    """Give a link an address."""
+
+    place: Place
+    name: str
+    cidr: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteAddress:
+    """Take an address from a link."""
+
+    place: Place
+    name: str
+    cidr: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetDefaultRoute:
+    """Make the host's end of the uplink the way out."""
+
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRules:
+    """Bring the namespace's rules up to date, in one transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFiles:
+    """Write the files that dnsmasq reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopDns:
+    """End a dnsmasq that has another configuration or is in the wrong place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartDns:
+    """Start a dnsmasq."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellDns:
+    """Let dnsmasq read its files again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveNetns:
+    """Remove the namespace and with it all that is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFiles:
+    """Remove the network's directory."""
+
+
+Step = (
+    MakeNetns
+    | SetSysctls
+    | DeleteLink
+    | MakeBridge
+    | MakeUplink
+    | MakeTap
+    | ChangeLink
+    | IsolatePort
+    | LinkUp
+    | AddAddress
+    | DeleteAddress
+    | SetDefaultRoute
+    | LoadRules
+    | WriteFiles
+    | StopDns
+    | StartDns
+    | TellDns
+    | RemoveNetns
+    | RemoveFiles
+)
