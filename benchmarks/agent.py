@@ -42,7 +42,11 @@ def _object(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vm(name: str, *, with_disk: bool) -> list[dict[str, Any]]:
-    spec: dict[str, Any] = {"memory": "64Mi", "interfaces": [{"name": "eth0", "network": "lan"}]}
+    spec: dict[str, Any] = {
+        "memory": "64Mi",
+        "boot": {"image": "tiny"},
+        "interfaces": [{"name": "eth0", "network": "lan"}],
+    }
     if not with_disk:
         return [_object("VirtualMachine", name, spec)]
     spec["disks"] = [{"name": "data", "volume": name}]
@@ -68,8 +72,9 @@ def _await_running(client: BlockingClient, name: str) -> None:
 def _create_overhead(node: devnode.DevNode) -> dict[str, Any]:
     overheads, spawns = [], []
     with BlockingClient(node.socket) as client:
+        image = _object("Image", "tiny", {"builtin": "tiny"})
         network = _object("Network", "lan", {"subnet": "10.64.0.0/16"})
-        results = _apply(client, [network])
+        results = _apply(client, [image, network])
         _wait_operations(client, results)
         for number in range(CREATES):
             name = f"create-{number}"

@@ -169,15 +169,18 @@ class Daemons:
     async def _serve(self, daemon: _Daemon, on_ready: Callable[[], None]) -> None:
         """Hold the connection: wait until the daemon is ready, then watch its health."""
         path = self._layout.socket(daemon.name)
+        was_ready = False
         while True:
             try:
                 async with connect(path) as client:
                     await self._await_ready(daemon, client)
                     daemon.link.attach(client)
+                    was_ready = True
                     on_ready()
                     await self._watch(daemon, client)
             except Unavailable:
-                if daemon.state == "ready":
+                # Until it was ready it may just be starting; afterwards it is lost.
+                if was_ready:
                     raise
             await anyio.sleep(CONNECT_RETRY_S)
 

@@ -66,7 +66,6 @@ def everything(node: LiveNode) -> list[str]:
         ("{cpus: two}", ("spec.cpus",)),
         ("{boot: {image: nowhere}}", ("spec.boot.image", "nowhere")),
         ("{disks: [{name: a, volume: nowhere}]}", ("volume", "nowhere")),
-        ("{interfaces: [{name: a, network: nowhere}]}", ("network", "nowhere")),
         ("{runStrategy: Sometimes}", ("spec.runStrategy", "Sometimes")),
         ("{shutdownTimeout: 5}", ("spec.shutdownTimeout",)),
         ("{guestPorts: [70000]}", ("spec.guestPorts",)),
@@ -83,6 +82,13 @@ def test_bad_vm_spec_is_refused(
 )
 def test_bad_name_is_refused(node: LiveNode, tmp_path: Path, name: str) -> None:
     refuse(node, tmp_path, VM.format(name=name, spec="{}"), "metadata.name")
+
+
+def test_missing_network_is_named(node: LiveNode, tmp_path: Path) -> None:
+    volume = "apiVersion: compute.chv.dev/v1alpha1\nkind: Volume\nmetadata: {name: spare}\n"
+    spec = "{disks: [{name: d, volume: spare}], interfaces: [{name: a, network: nowhere}]}"
+    text = f"{volume}spec: {{size: 1Mi}}\n---{VM.format(name='bad', spec=spec)}"
+    refuse(node, tmp_path, text, "spec.interfaces", "nowhere")
 
 
 def test_duplicate_in_one_file_is_refused(node: LiveNode, tmp_path: Path) -> None:
