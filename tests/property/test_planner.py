@@ -1,0 +1,364 @@
+"""The VM planner against an ideal world: converges, never breaks the order of safety.
+
+`Model` applies steps as a faultless world would; hypothesis drives what is wanted, how much of
+a plan is carried out, and what goes wrong in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from chv.agent.records import EndKind
+from chv.agent.vm import plan as p
+from chv.vmm.driver import VmmState
+
+PASSES_MAX = 3
+VM = "vm"
+
+
+@dataclass
+class Model:
+    """An ideal world for one VM."""
+
+    worker: p.ObservedWorker | None = None
+    attached: set[str] = field(default_factory=set)
+    serving: bool = True
+    nics: dict[str, p.ObservedNic] = field(default_factory=dict)
+    selected: bool = False
+    files: bool = False
+    seed: bool = False
+    console: bool = False
+    gone: bool = False
+    clean: bool = True
+    stale: bool = False  # the guest's storage was lost and it was not reset
+    serial: int = 0
+
+    def observe(self, desired: p.DesiredVm) -> p.ObservedVm:
+        backend = p.Backend.ABSENT
+        if self.attached:
+            backend = p.Backend.SERVING if self.serving else p.Backend.LOST
+        return p.ObservedVm(
+            worker=self.worker,
+            attached=frozenset(self.attached),
+            backend=backend,
+            nics=dict(self.nics),
+            volumes={
+                disk.volume_uid: p.ObservedVolume(generation=disk.generation, state="open")
+                for disk in desired.disks
+            },
+            networks={nic.network_uid: nic.network_generation for nic in desired.nics},
+            selected=self.selected,
+            files_made=self.files,
+            console=self.console,
+        )
+
+    def apply(self, step: p.Step, desired: p.DesiredVm) -> None:
+        alive = self.worker is not None and self.worker.life is p.Life.ALIVE
+        match step:
+            case p.SelectVmmStep():
+                self.selected = True
+            case p.PrepareStep():
+                self.files = True
+            case p.AttachVolumeStep(volume_uid=uid):
+                assert not (alive and self.worker and self.worker.state is VmmState.RUNNING)
+                assert self.serving or not self.attached, "attached to a dead storage daemon"
+                self.attached.add(uid)
+                self.serving = True
+            case p.AttachNicStep(nic_id=nic_id):
+                nic = next(nic for nic in desired.nics if nic.nic_id == nic_id)
+                self.nics[nic_id] = p.ObservedNic(
+                    generation=nic.generation, network_uid=nic.network_uid, attached=True
+                )
+            case p.EnsureSeedStep():
+                self.seed = True
+            case p.SpawnStep():
+                self._spawn(desired)
+            case p.AttachConsoleStep():
+                assert alive
+                self.console = True
+            case p.StopStep():
+                assert alive
+                assert not (step.ask and self.stale), "a guest without its disks was asked"
+                self._put(life=p.Life.DEAD, ending=step.kind)
+                self.clean = False
+            case p.CleanupStep():
+                assert not alive
+                self.console, self.clean = False, True
+            case p.DetachVolumeStep(volume_uid=uid):
+                assert not alive, "I5: a volume was closed under a VMM"
+                self.attached.discard(uid)
+                self.serving = self.serving or not self.attached
+            case p.ForgetWorkerStep():
+                assert not alive
+                assert self.clean
+                assert not self.attached
+                self.worker, self.stale = None, False
+            case p.DetachNicStep(nic_id=nic_id):
+                assert not alive
+                del self.nics[nic_id]
+            case p.RemoveFilesStep():
+                assert not alive
+                self.files = self.seed = False
+            case p.FinishDeleteStep():
+                assert self.worker is None
+                assert not (self.attached or self.nics or self.files or self.seed)
+                self.gone = True
+            case p.AdoptStep():
+                self._put(recorded=True)
+            case p.WaitStep():
+                raise AssertionError(f"an ideal world makes nobody wait: {step}")
+            case _:
+                assert alive
+                self._on_monitor(step)
+
+    def _on_monitor(self, step: p.Step) -> None:
+        assert self.worker is not None
+        match step:
+            case p.BootStep() | p.ResumeStep():
+                assert not (self.stale and self.serving), "vCPUs ran before the reset"
+                self._put(state=VmmState.RUNNING, booted=True)
+                if isinstance(step, p.BootStep):
+                    self._put(recovering=False)
+            case p.MarkRecoveringStep():
+                self._put(recovering=True)
+            case p.PauseStep():
+                assert self.worker.recovering
+                if self.worker.state is VmmState.RUNNING:
+                    self._put(state=VmmState.PAUSED)
+            case p.RecoverBackendStep():
+                assert self.worker.state is not VmmState.RUNNING
+                self.serving = True
+            case p.AwaitDisksStep():
+                assert self.serving
+            case p.ResetStep():
+                self.stale = False
+                self._put(recovering=False)
+            case _:
+                raise AssertionError(f"the model does not know {step}")
+
+    def _spawn(self, desired: p.DesiredVm) -> None:
+        assert self.worker is None, "I1: a second VMM"
+        assert desired.running
+        assert self.files
+        assert self.seed
+        assert {disk.volume_uid for disk in desired.disks} == self.attached
+        assert {nic.nic_id for nic in desired.nics} == set(self.nics)
+        assert self.serving
+        self.serial += 1
+        self.worker = p.ObservedWorker(
+            worker_id=f"w{self.serial}", life=p.Life.ALIVE, state=VmmState.CREATED
+        )
+
+    def _put(self, **changes: object) -> None:
+        assert self.worker is not None
+        self.worker = replace(self.worker, **changes)  # type: ignore[arg-type]
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """Wishes, faults and half-done plans in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.desired = p.DesiredVm(uid=VM, running=False)
+
+    def _idle(self) -> bool:
+        return self.model.worker is None and not self.model.gone
+
+    @rule(
+        disks=st.sets(st.sampled_from(["v1", "v2", "v3"]), max_size=2),
+        nics=st.sets(st.sampled_from(["n1", "n2"]), max_size=2),
+        generation=st.integers(1, 3),
+    )
+    def want_parts(self, disks: set[str], nics: set[str], generation: int) -> None:
+        if not self._idle():
+            return  # admission refuses it while a VMM is recorded
+        self.desired = replace(
+            self.desired,
+            disks=tuple(
+                p.DesiredDisk(name=uid, volume=uid, volume_uid=uid, generation=1)
+                for uid in sorted(disks)
+            ),
+            nics=tuple(
+                p.DesiredNic(
+                    name=uid,
+                    nic_id=uid,
+                    network="net",
+                    network_uid="net",
+                    network_generation=1,
+                    generation=generation,
+                )
+                for uid in sorted(nics)
+            ),
+        )
+
+    @rule(running=st.booleans(), force=st.booleans())
+    def want(self, running: bool, force: bool) -> None:
+        if not self.desired.deleting:
+            self.desired = replace(self.desired, running=running, force_stop=force)
+
+    @rule()
+    def want_restart(self) -> None:
+        if self.desired.running and self.model.worker is not None:
+            self.desired = replace(self.desired, replace_worker=self.model.worker.worker_id)
+
+    @rule()
+    def want_reset(self) -> None:
+        if self.desired.running:
+            self.desired = replace(self.desired, reset_request="op")
+
+    @rule()
+    def delete(self) -> None:
+        self.desired = replace(self.desired, running=False, deleting=True)
+
+    @rule()
+    def vmm_dies(self) -> None:
+        if self.model.worker is not None and self.model.worker.life is p.Life.ALIVE:
+            self.model._put(life=p.Life.DEAD)
+            self.model.clean = False
+
+    @rule(state=st.sampled_from([VmmState.SHUTDOWN, VmmState.PANICKED]))
+    def guest_ends(self, state: VmmState) -> None:
+        worker = self.model.worker
+        if worker is not None and worker.life is p.Life.ALIVE and worker.state is VmmState.RUNNING:
+            self.model._put(state=state)
+
+    @rule()
+    def storage_dies(self) -> None:
+        if self.model.attached:
+            self.model.serving = False
+            worker = self.model.worker
+            self.model.stale = worker is not None and worker.life is p.Life.ALIVE
+
+    @rule()
+    def nic_vanishes(self) -> None:
+        for nic_id, nic in self.model.nics.items():
+            self.model.nics[nic_id] = replace(nic, attached=False)
+
+    @rule(part=st.integers(0, 12))
+    def partly_apply(self, part: int) -> None:
+        """The agent is killed in the middle of a plan."""
+        if not self.model.gone:
+            steps = p.plan(self.desired, self.model.observe(self.desired))
+            for step in steps[:part]:
+                self.model.apply(step, self.desired)
+
+    @rule()
+    def converge(self) -> None:
+        """Three passes bring it to what is wanted, and the fourth has nothing to do."""
+        for _ in range(PASSES_MAX):
+            if self.model.gone:
+                return
+            for step in p.plan(self.desired, self.model.observe(self.desired)):
+                self.model.apply(step, self.desired)
+            self._fulfilled()
+        if self.model.gone:
+            return
+        assert p.plan(self.desired, self.model.observe(self.desired)) == []
+        worker = self.model.worker
+        if self.desired.running:
+            assert worker is not None
+            assert worker.state is VmmState.RUNNING
+            assert not worker.recovering
+        else:
+            assert worker is None
+            assert not self.model.attached
+
+    def _fulfilled(self) -> None:
+        """Requests end with their fulfilment, as the applier does it."""
+        self.desired = replace(self.desired, reset_request="")
+
+    @invariant()
+    def the_plan_is_a_function(self) -> None:
+        observed = self.model.observe(self.desired)
+        assert p.plan(self.desired, observed) == p.plan(self.desired, observed)
+
+
+TestPlanner = PlannerMachine.TestCase
+TestPlanner.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+
+
+def test_in_doubt_nothing_is_done() -> None:
+    worker = p.ObservedWorker(worker_id="w", life=p.Life.UNKNOWN)
+    for running in (True, False):
+        for deleting in (True, False):
+            desired = p.DesiredVm(uid=VM, running=running, deleting=deleting)
+            for observed in (p.ObservedVm(worker=worker), p.ObservedVm(stranger=True)):
+                (step,) = p.plan(desired, observed)
+                assert isinstance(step, p.WaitStep)
+
+
+def test_a_start_waits_for_each_part_and_says_for_which() -> None:
+    disk = p.DesiredDisk(name="d", volume="data", volume_uid="v", generation=2)
+    nic = p.DesiredNic(
+        name="e",
+        nic_id="n",
+        network="net",
+        network_uid="u",
+        network_generation=2,
+        generation=1,
+    )
+    desired = p.DesiredVm(uid=VM, running=True, disks=(disk,), nics=(nic,), boot_image="tiny")
+    ready = p.ObservedVm(
+        volumes={"v": p.ObservedVolume(generation=2, state="open")}, networks={"u": 2}
+    )
+    cases = {
+        "BackOff": replace(ready, backoff_s=3.0),
+        "ImageNotReady": replace(ready, image_ready=False),
+        "VolumeNotReady": replace(ready, volumes={}),
+        "NetworkNotReady": replace(ready, networks={"u": 1}),
+        "StorageUnavailable": replace(ready, storage_known=False),
+        "NetworkUnavailable": replace(ready, network_known=False),
+    }
+    for reason, observed in cases.items():
+        (step,) = p.plan(desired, observed)
+        assert isinstance(step, p.WaitStep)
+        assert step.reason == reason
+    assert p.SpawnStep() in p.plan(desired, ready)
+
+
+def test_a_volume_of_another_vm_is_waited_for() -> None:
+    disk = p.DesiredDisk(name="d", volume="data", volume_uid="v", generation=1)
+    desired = p.DesiredVm(uid=VM, running=True, disks=(disk,))
+    taken = p.ObservedVolume(generation=1, state="open", attached_to="other")
+    (step,) = p.plan(desired, p.ObservedVm(volumes={"v": taken}))
+    assert isinstance(step, p.WaitStep)
+    assert "other" in step.message
+
+
+def test_a_volume_that_is_to_grow_is_let_go_of_before_the_start() -> None:
+    disk = p.DesiredDisk(name="d", volume="data", volume_uid="v", generation=2)
+    desired = p.DesiredVm(uid=VM, running=True, disks=(disk,))
+    old = p.ObservedVolume(generation=1, state="open", attached_to=VM)
+    observed = p.ObservedVm(
+        volumes={"v": old}, attached=frozenset({"v"}), backend=p.Backend.SERVING
+    )
+    first, second = p.plan(desired, observed)
+    assert first == p.DetachVolumeStep("v")
+    assert isinstance(second, p.WaitStep)
+
+
+def test_a_vm_whose_disks_do_not_come_back_is_ended_as_lost() -> None:
+    worker = p.ObservedWorker(worker_id="w", life=p.Life.ALIVE, state=VmmState.PAUSED, booted=True)
+    observed = p.ObservedVm(
+        worker=replace(worker, recovering=True), recovery_failures=p.RECOVERY_FAILURES_MAX
+    )
+    assert p.plan(p.DesiredVm(uid=VM, running=True), observed) == [
+        p.StopStep(EndKind.STORAGE_LOST, ask=False)
+    ]
+
+
+def test_a_vmm_that_never_came_up_is_ended_but_one_that_runs_is_not() -> None:
+    desired = p.DesiredVm(uid=VM, running=True)
+    for state, ended in (
+        (VmmState.CREATED, True),
+        (VmmState.UNKNOWN, True),
+        (VmmState.RUNNING, False),
+    ):
+        worker = p.ObservedWorker(worker_id="w", life=p.Life.ALIVE, state=state, start_expired=True)
+        steps = p.plan(desired, p.ObservedVm(worker=worker, console=True))
+        assert (steps == [p.StopStep(EndKind.START_TIMEOUT, ask=False)]) is ended
