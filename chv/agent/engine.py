@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
-from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 
 from chv.agent import queries
@@ -60,7 +59,7 @@ class Engine:
         """Judge every worker record and open spawn intent before any action; adopt what lives."""
         return await take_census(self._context)
 
-    async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Reconcile until cancelled. Call `load`, then `recover`, then start this in a group."""
         async with anyio.create_task_group() as group:
             self._workers.attach(group)

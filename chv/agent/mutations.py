@@ -202,17 +202,19 @@ class Mutations:
             request.path, request.sha256, request.format, on_progress
         )
         image = self._image_with(request, info)
+        apply = api.Apply(
+            objects=[msgspec.Raw(encode(image))],
+            requester=request.requester,
+            reason=f"import of {request.path}"[:256],
+        )
+        refusal: ChvError | None = None
         try:
-            applied = await self.apply(
-                api.Apply(
-                    objects=[msgspec.Raw(encode(image))],
-                    requester=request.requester,
-                    reason=f"import of {request.path}"[:256],
-                )
-            )
-        except ChvError:
+            applied = await self.apply(apply)
+        except ChvError as error:
+            refusal = error
+        if refusal is not None:
             await self._drop_unclaimed(info.sha256)
-            raise
+            raise refusal
         return api.ImportImageReply(
             sha256=info.sha256,
             size_bytes=info.size_bytes,

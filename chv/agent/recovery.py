@@ -13,8 +13,10 @@ import msgspec
 
 from chv.agent.context import Context
 from chv.agent.records import PutWorker, WorkerRow
+from chv.agent.vm.model import (
+    Life,
+)
 from chv.agent.vm.observe import judge
-from chv.agent.vm.plan import Life
 from chv.common import logs
 
 log = logs.get(__name__)

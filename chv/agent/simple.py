@@ -57,14 +57,16 @@ class SimpleReconciler:
         operations = self._context.operations
         operation = await operations.require(stored)
         await operations.begin_step(operation.id, name)
+        failure: ChvError | None = None
         try:
             await act(operation.id)
         except ChvError as error:
-            await operations.fail_step(operation.id, error)
-            raise
+            failure = error
         except TimeoutError:
-            await operations.fail_step(operation.id, OutcomeUnknown("took too long"))
-            raise
+            failure = OutcomeUnknown("a step took too long")
+        if failure is not None:
+            await operations.fail_step(operation.id, failure)
+            raise failure
 
     async def settle(self, message: str) -> None:
         """Everything is as wanted: say so on the operation."""

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from chv.agent.records import EndKind
+from chv.agent.vm import model as m
 from chv.agent.vm import plan as p
+from chv.agent.vm import steps as s
 from chv.vmm.driver import VmmState
 
 PASSES_MAX = 3
@@ -24,10 +26,10 @@ VM = "vm"
 class Model:
     """An ideal world for one VM."""
 
-    worker: p.ObservedWorker | None = None
+    worker: m.ObservedWorker | None = None
     attached: set[str] = field(default_factory=set)
     serving: bool = True
-    nics: dict[str, p.ObservedNic] = field(default_factory=dict)
+    nics: dict[str, m.ObservedNic] = field(default_factory=dict)
     selected: bool = False
     files: bool = False
     seed: bool = False
@@ -37,17 +39,17 @@ class Model:
     stale: bool = False  # the guest's storage was lost and it was not reset
     serial: int = 0
 
-    def observe(self, desired: p.DesiredVm) -> p.ObservedVm:
-        backend = p.Backend.ABSENT
+    def observe(self, desired: m.DesiredVm) -> m.ObservedVm:
+        backend = m.Backend.ABSENT
         if self.attached:
-            backend = p.Backend.SERVING if self.serving else p.Backend.LOST
-        return p.ObservedVm(
+            backend = m.Backend.SERVING if self.serving else m.Backend.LOST
+        return m.ObservedVm(
             worker=self.worker,
             attached=frozenset(self.attached),
             backend=backend,
             nics=dict(self.nics),
             volumes={
-                disk.volume_uid: p.ObservedVolume(generation=disk.generation, state="open")
+                disk.volume_uid: m.ObservedVolume(generation=disk.generation, state="open")
                 for disk in desired.disks
             },
             networks={nic.network_uid: nic.network_generation for nic in desired.nics},
@@ -56,91 +58,91 @@ class Model:
             console=self.console,
         )
 
-    def apply(self, step: p.Step, desired: p.DesiredVm) -> None:
-        alive = self.worker is not None and self.worker.life is p.Life.ALIVE
+    def apply(self, step: s.Step, desired: m.DesiredVm) -> None:
+        alive = self.worker is not None and self.worker.life is m.Life.ALIVE
         match step:
-            case p.SelectVmmStep():
+            case s.SelectVmmStep():
                 self.selected = True
-            case p.PrepareStep():
+            case s.PrepareStep():
                 self.files = True
-            case p.AttachVolumeStep(volume_uid=uid):
+            case s.AttachVolumeStep(volume_uid=uid):
                 assert not (alive and self.worker and self.worker.state is VmmState.RUNNING)
                 assert self.serving or not self.attached, "attached to a dead storage daemon"
                 self.attached.add(uid)
                 self.serving = True
-            case p.AttachNicStep(nic_id=nic_id):
+            case s.AttachNicStep(nic_id=nic_id):
                 nic = next(nic for nic in desired.nics if nic.nic_id == nic_id)
-                self.nics[nic_id] = p.ObservedNic(
+                self.nics[nic_id] = m.ObservedNic(
                     generation=nic.generation, network_uid=nic.network_uid, attached=True
                 )
-            case p.EnsureSeedStep():
+            case s.EnsureSeedStep():
                 self.seed = True
-            case p.SpawnStep():
+            case s.SpawnStep():
                 self._spawn(desired)
-            case p.AttachConsoleStep():
+            case s.AttachConsoleStep():
                 assert alive
                 self.console = True
-            case p.StopStep():
+            case s.StopStep():
                 assert alive
                 assert not (step.ask and self.stale), "a guest without its disks was asked"
-                self._put(life=p.Life.DEAD, ending=step.kind)
+                self._put(life=m.Life.DEAD, ending=step.kind)
                 self.clean = False
-            case p.CleanupStep():
+            case s.CleanupStep():
                 assert not alive
                 self.console, self.clean = False, True
-            case p.DetachVolumeStep(volume_uid=uid):
+            case s.DetachVolumeStep(volume_uid=uid):
                 assert not alive, "I5: a volume was closed under a VMM"
                 self.attached.discard(uid)
                 self.serving = self.serving or not self.attached
-            case p.ForgetWorkerStep():
+            case s.ForgetWorkerStep():
                 assert not alive
                 assert self.clean
                 assert not self.attached
                 self.worker, self.stale = None, False
-            case p.DetachNicStep(nic_id=nic_id):
+            case s.DetachNicStep(nic_id=nic_id):
                 assert not alive
                 del self.nics[nic_id]
-            case p.RemoveFilesStep():
+            case s.RemoveFilesStep():
                 assert not alive
                 self.files = self.seed = False
-            case p.FinishDeleteStep():
+            case s.FinishDeleteStep():
                 assert self.worker is None
                 assert not (self.attached or self.nics or self.files or self.seed)
                 self.gone = True
-            case p.AdoptStep():
+            case s.AdoptStep():
                 self._put(recorded=True)
-            case p.WaitStep():
+            case s.WaitStep():
                 raise AssertionError(f"an ideal world makes nobody wait: {step}")
             case _:
                 assert alive
                 self._on_monitor(step)
 
-    def _on_monitor(self, step: p.Step) -> None:
+    def _on_monitor(self, step: s.Step) -> None:
         assert self.worker is not None
         match step:
-            case p.BootStep() | p.ResumeStep():
+            case s.BootStep() | s.ResumeStep():
                 assert not (self.stale and self.serving), "vCPUs ran before the reset"
                 self._put(state=VmmState.RUNNING, booted=True)
-                if isinstance(step, p.BootStep):
+                if isinstance(step, s.BootStep):
                     self._put(recovering=False)
-            case p.MarkRecoveringStep():
+            case s.MarkRecoveringStep():
                 self._put(recovering=True)
-            case p.PauseStep():
+            case s.PauseStep():
                 assert self.worker.recovering
                 if self.worker.state is VmmState.RUNNING:
                     self._put(state=VmmState.PAUSED)
-            case p.RecoverBackendStep():
+            case s.RecoverBackendStep():
                 assert self.worker.state is not VmmState.RUNNING
                 self.serving = True
-            case p.AwaitDisksStep():
+            case s.AwaitDisksStep():
                 assert self.serving
-            case p.ResetStep():
+            case s.ResetStep():
                 self.stale = False
                 self._put(recovering=False)
             case _:
                 raise AssertionError(f"the model does not know {step}")
 
-    def _spawn(self, desired: p.DesiredVm) -> None:
+    def _spawn(self, desired: m.DesiredVm) -> None:
         assert self.worker is None, "I1: a second VMM"
         assert desired.running
         assert self.files
@@ -149,8 +151,8 @@ class Model:
         assert {nic.nic_id for nic in desired.nics} == set(self.nics)
         assert self.serving
         self.serial += 1
-        self.worker = p.ObservedWorker(
-            worker_id=f"w{self.serial}", life=p.Life.ALIVE, state=VmmState.CREATED
+        self.worker = m.ObservedWorker(
+            worker_id=f"w{self.serial}", life=m.Life.ALIVE, state=VmmState.CREATED
         )
 
     def _put(self, **changes: object) -> None:
@@ -164,7 +166,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
-        self.desired = p.DesiredVm(uid=VM, running=False)
+        self.desired = m.DesiredVm(uid=VM, running=False)
 
     def _idle(self) -> bool:
         return self.model.worker is None and not self.model.gone
@@ -180,11 +182,11 @@ class PlannerMachine(RuleBasedStateMachine):
         self.desired = replace(
             self.desired,
             disks=tuple(
-                p.DesiredDisk(name=uid, volume=uid, volume_uid=uid, generation=1)
+                m.DesiredDisk(name=uid, volume=uid, volume_uid=uid, generation=1)
                 for uid in sorted(disks)
             ),
             nics=tuple(
-                p.DesiredNic(
+                m.DesiredNic(
                     name=uid,
                     nic_id=uid,
                     network="net",
@@ -217,14 +219,14 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule()
     def vmm_dies(self) -> None:
-        if self.model.worker is not None and self.model.worker.life is p.Life.ALIVE:
-            self.model._put(life=p.Life.DEAD)
+        if self.model.worker is not None and self.model.worker.life is m.Life.ALIVE:
+            self.model._put(life=m.Life.DEAD)
             self.model.clean = False
 
     @rule(state=st.sampled_from([VmmState.SHUTDOWN, VmmState.PANICKED]))
     def guest_ends(self, state: VmmState) -> None:
         worker = self.model.worker
-        if worker is not None and worker.life is p.Life.ALIVE and worker.state is VmmState.RUNNING:
+        if worker is not None and worker.life is m.Life.ALIVE and worker.state is VmmState.RUNNING:
             self.model._put(state=state)
 
     @rule()
@@ -232,7 +234,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if self.model.attached:
             self.model.serving = False
             worker = self.model.worker
-            self.model.stale = worker is not None and worker.life is p.Life.ALIVE
+            self.model.stale = worker is not None and worker.life is m.Life.ALIVE
 
     @rule()
     def nic_vanishes(self) -> None:
@@ -283,18 +285,18 @@ TestPlanner.settings = settings(max_examples=300, stateful_step_count=25, deadli
 
 
 def test_in_doubt_nothing_is_done() -> None:
-    worker = p.ObservedWorker(worker_id="w", life=p.Life.UNKNOWN)
+    worker = m.ObservedWorker(worker_id="w", life=m.Life.UNKNOWN)
     for running in (True, False):
         for deleting in (True, False):
-            desired = p.DesiredVm(uid=VM, running=running, deleting=deleting)
-            for observed in (p.ObservedVm(worker=worker), p.ObservedVm(stranger=True)):
+            desired = m.DesiredVm(uid=VM, running=running, deleting=deleting)
+            for observed in (m.ObservedVm(worker=worker), m.ObservedVm(stranger=True)):
                 (step,) = p.plan(desired, observed)
-                assert isinstance(step, p.WaitStep)
+                assert isinstance(step, s.WaitStep)
 
 
 def test_a_start_waits_for_each_part_and_says_for_which() -> None:
-    disk = p.DesiredDisk(name="d", volume="data", volume_uid="v", generation=2)
-    nic = p.DesiredNic(
+    disk = m.DesiredDisk(name="d", volume="data", volume_uid="v", generation=2)
+    nic = m.DesiredNic(
         name="e",
         nic_id="n",
         network="net",
@@ -302,9 +304,9 @@ def test_a_start_waits_for_each_part_and_says_for_which() -> None:
         network_generation=2,
         generation=1,
     )
-    desired = p.DesiredVm(uid=VM, running=True, disks=(disk,), nics=(nic,), boot_image="tiny")
-    ready = p.ObservedVm(
-        volumes={"v": p.ObservedVolume(generation=2, state="open")}, networks={"u": 2}
+    desired = m.DesiredVm(uid=VM, running=True, disks=(disk,), nics=(nic,), boot_image="tiny")
+    ready = m.ObservedVm(
+        volumes={"v": m.ObservedVolume(generation=2, state="open")}, networks={"u": 2}
     )
     cases = {
         "BackOff": replace(ready, backoff_s=3.0),
@@ -316,49 +318,49 @@ def test_a_start_waits_for_each_part_and_says_for_which() -> None:
     }
     for reason, observed in cases.items():
         (step,) = p.plan(desired, observed)
-        assert isinstance(step, p.WaitStep)
+        assert isinstance(step, s.WaitStep)
         assert step.reason == reason
-    assert p.SpawnStep() in p.plan(desired, ready)
+    assert s.SpawnStep() in p.plan(desired, ready)
 
 
 def test_a_volume_of_another_vm_is_waited_for() -> None:
-    disk = p.DesiredDisk(name="d", volume="data", volume_uid="v", generation=1)
-    desired = p.DesiredVm(uid=VM, running=True, disks=(disk,))
-    taken = p.ObservedVolume(generation=1, state="open", attached_to="other")
-    (step,) = p.plan(desired, p.ObservedVm(volumes={"v": taken}))
-    assert isinstance(step, p.WaitStep)
+    disk = m.DesiredDisk(name="d", volume="data", volume_uid="v", generation=1)
+    desired = m.DesiredVm(uid=VM, running=True, disks=(disk,))
+    taken = m.ObservedVolume(generation=1, state="open", attached_to="other")
+    (step,) = p.plan(desired, m.ObservedVm(volumes={"v": taken}))
+    assert isinstance(step, s.WaitStep)
     assert "other" in step.message
 
 
 def test_a_volume_that_is_to_grow_is_let_go_of_before_the_start() -> None:
-    disk = p.DesiredDisk(name="d", volume="data", volume_uid="v", generation=2)
-    desired = p.DesiredVm(uid=VM, running=True, disks=(disk,))
-    old = p.ObservedVolume(generation=1, state="open", attached_to=VM)
-    observed = p.ObservedVm(
-        volumes={"v": old}, attached=frozenset({"v"}), backend=p.Backend.SERVING
+    disk = m.DesiredDisk(name="d", volume="data", volume_uid="v", generation=2)
+    desired = m.DesiredVm(uid=VM, running=True, disks=(disk,))
+    old = m.ObservedVolume(generation=1, state="open", attached_to=VM)
+    observed = m.ObservedVm(
+        volumes={"v": old}, attached=frozenset({"v"}), backend=m.Backend.SERVING
     )
     first, second = p.plan(desired, observed)
-    assert first == p.DetachVolumeStep("v")
-    assert isinstance(second, p.WaitStep)
+    assert first == s.DetachVolumeStep("v")
+    assert isinstance(second, s.WaitStep)
 
 
 def test_a_vm_whose_disks_do_not_come_back_is_ended_as_lost() -> None:
-    worker = p.ObservedWorker(worker_id="w", life=p.Life.ALIVE, state=VmmState.PAUSED, booted=True)
-    observed = p.ObservedVm(
+    worker = m.ObservedWorker(worker_id="w", life=m.Life.ALIVE, state=VmmState.PAUSED, booted=True)
+    observed = m.ObservedVm(
         worker=replace(worker, recovering=True), recovery_failures=p.RECOVERY_FAILURES_MAX
     )
-    assert p.plan(p.DesiredVm(uid=VM, running=True), observed) == [
-        p.StopStep(EndKind.STORAGE_LOST, ask=False)
+    assert p.plan(m.DesiredVm(uid=VM, running=True), observed) == [
+        s.StopStep(EndKind.STORAGE_LOST, ask=False)
     ]
 
 
 def test_a_vmm_that_never_came_up_is_ended_but_one_that_runs_is_not() -> None:
-    desired = p.DesiredVm(uid=VM, running=True)
+    desired = m.DesiredVm(uid=VM, running=True)
     for state, ended in (
         (VmmState.CREATED, True),
         (VmmState.UNKNOWN, True),
         (VmmState.RUNNING, False),
     ):
-        worker = p.ObservedWorker(worker_id="w", life=p.Life.ALIVE, state=state, start_expired=True)
-        steps = p.plan(desired, p.ObservedVm(worker=worker, console=True))
-        assert (steps == [p.StopStep(EndKind.START_TIMEOUT, ask=False)]) is ended
+        worker = m.ObservedWorker(worker_id="w", life=m.Life.ALIVE, state=state, start_expired=True)
+        steps = p.plan(desired, m.ObservedVm(worker=worker, console=True))
+        assert (steps == [s.StopStep(EndKind.START_TIMEOUT, ask=False)]) is ended

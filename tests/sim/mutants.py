@@ -13,12 +13,15 @@ from unittest.mock import patch
 from chv.agent import cascade, recovery, tables
 from chv.agent.ledger import Ledger
 from chv.agent.records import Change, Record
-from chv.agent.vm import apply, ending, observe, plan, reconciler
-from chv.agent.vm.plan import (
+from chv.agent.vm import apply, ending, model, observe, plan, reconciler
+from chv.agent.vm.model import (
     DesiredVm,
+    ObservedVm,
+)
+from chv.agent.vm.steps import (
     DetachNicStep,
     DetachVolumeStep,
-    ObservedVm,
+    MarkRecoveringStep,
     ResetStep,
     Step,
     StopStep,
@@ -39,7 +42,7 @@ def spawn_without_asking_for_the_intent() -> Iterator[None]:
 
     async def judge(context: Any, row: Any) -> Any:
         if row.record is None:
-            return observe._Process(plan.Life.DEAD, None)
+            return observe._Process(model.Life.DEAD, None)
         return await real(context, row)
 
     real = observe.judge
@@ -86,7 +89,7 @@ def run_on_without_a_reset() -> Iterator[None]:
     def change(real: Planner) -> Planner:
         def planner(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
             steps = real(desired, observed)
-            lost = observed.worker is not None and observed.backend is plan.Backend.LOST
+            lost = observed.worker is not None and observed.backend is model.Backend.LOST
             return [s for s in steps if not (lost and isinstance(s, ResetStep))]
 
         return planner
@@ -102,7 +105,7 @@ def forget_that_a_reset_is_due() -> Iterator[None]:
     def change(real: Planner) -> Planner:
         def planner(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
             steps = real(desired, observed)
-            return [step for step in steps if not isinstance(step, plan.MarkRecoveringStep)]
+            return [step for step in steps if not isinstance(step, MarkRecoveringStep)]
 
         return planner
 

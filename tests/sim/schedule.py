@@ -90,10 +90,10 @@ class Schedule:
         ended_at: list[float] = []
         try:
             virtual_time.run(self._life, ended_at)
-        except BaseException as error:
+        except BaseException as error:  # noqa: ASYNC103  a kill is a BaseException
             if not is_kill(error):
                 raise
-            return False
+            return False  # noqa: ASYNC104
         finally:
             self.machine.clock.offset_s += ended_at[-1] if ended_at else 0.0
         return True
@@ -124,7 +124,7 @@ class Schedule:
             engine.notify_daemon_ready("all")
         # Longest waits: a restart's back-off, and the window that forgives crashes.
         with anyio.move_on_after(QUIET_S_MAX):
-            while problems(self.machine, self.client):
+            while problems(self.machine, self.client):  # noqa: ASYNC110
                 await anyio.sleep(5.0)
         await anyio.sleep(RESYNC_S)  # what was only missed in a status is found by then
         before = self.chaos.effects

@@ -15,7 +15,6 @@ import pytest
 from chv.agent.engine import Engine
 from chv.common import virtual_time
 from chv.common.errors import ChvError, NotFound
-from chv.common.wire import agent as api
 from tests.sim.bench import Bench, everything
 from tests.sim.chaos import Chaos, is_kill
 from tests.sim.checks import problems
@@ -52,7 +51,7 @@ class Life:
             try:
                 virtual_time.run(self._life)
                 return problems(self.machine, self.client) + self._leftovers()
-            except BaseException as error:
+            except BaseException as error:  # noqa: ASYNC103  a kill is one
                 if not is_kill(error):
                     raise
         return ["the agent does not get through a life"]
@@ -112,11 +111,9 @@ class Life:
     async def _idle(self, bench: Bench) -> None:
         """Wait until no operation is under way and the VM is as wanted."""
         with anyio.fail_after(900):
-            while (
-                await bench.engine.list_operations(api.ListOperations(active_only=True))
-            ).operations:
-                await anyio.sleep(1)
-            while problems(self.machine, self.client):
+            while self.machine.store.tables.active or problems(  # noqa: ASYNC110
+                self.machine, self.client
+            ):
                 await anyio.sleep(1)
 
     @staticmethod

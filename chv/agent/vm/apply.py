@@ -25,10 +25,11 @@ from chv.agent.records import (
     StoredObject,
     WorkerRow,
 )
-from chv.agent.vm import plan as steps
+from chv.agent.vm import model, steps
 from chv.agent.vm.config import Parts, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.ending import forget_worker
+from chv.agent.vm.journal import NAMES, title
 from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.observe import Memory, Sight, observe
 from chv.common.errors import Conflict, FailedPrecondition, NotFound
@@ -42,44 +43,12 @@ AWAIT_DISKS_S = 20.0
 
 _replace = msgspec.structs.replace
 
-# The journal's name of each step; `agent.vm.<name>.before` and `.after` are failpoints.
-NAMES: dict[type[steps.Step], str] = {
-    steps.AdoptStep: "adopt",
-    steps.SelectVmmStep: "select_vmm",
-    steps.PrepareStep: "prepare",
-    steps.AttachVolumeStep: "attach_volume",
-    steps.AttachNicStep: "attach_nic",
-    steps.EnsureSeedStep: "seed",
-    steps.SpawnStep: "spawn",
-    steps.AttachConsoleStep: "attach_console",
-    steps.BootStep: "boot",
-    steps.MarkRecoveringStep: "mark_recovering",
-    steps.PauseStep: "pause",
-    steps.RecoverBackendStep: "recover_backend",
-    steps.AwaitDisksStep: "await_disks",
-    steps.ResetStep: "reset",
-    steps.ResumeStep: "resume",
-    steps.StopStep: "stop",
-    steps.CleanupStep: "cleanup",
-    steps.DetachVolumeStep: "detach_volume",
-    steps.ForgetWorkerStep: "forget",
-    steps.DetachNicStep: "detach_nic",
-    steps.RemoveFilesStep: "remove_files",
-    steps.FinishDeleteStep: "finish_delete",
-}
-# Around the three parts of a spawn there are more.
-FAILPOINTS = tuple(
-    f"agent.vm.{name}.{moment}"
-    for name in (*NAMES.values(), "spawn_process", "spawn_record")
-    for moment in ("before", "after")
-)
-
 
 class Applier:
     """The effects on one VM, for one pass."""
 
     def __init__(
-        self, context: Context, desired: steps.DesiredVm, sight: Sight, memory: Memory
+        self, context: Context, desired: model.DesiredVm, sight: Sight, memory: Memory
     ) -> None:
         self._context = context
         self._desired = desired  # what the plan was made for
@@ -93,7 +62,7 @@ class Applier:
         name = NAMES[type(step)]
         operation = await self._context.operations.require(self._stored)
         self._operation_id = operation.id
-        await self._context.operations.begin_step(operation.id, _title(name, step))
+        await self._context.operations.begin_step(operation.id, title(name, step))
         await failpoint(f"agent.vm.{name}.before")
         if isinstance(step, steps.SpawnStep | steps.StopStep):
             await self._effect(step)  # has deadlines of its own
@@ -102,8 +71,7 @@ class Applier:
                 await self._effect(step)
         await failpoint(f"agent.vm.{name}.after")
 
-    async def _effect(self, step: steps.Step) -> None:  # noqa: PLR0915 - one line a step
-        port = self._context.world.vmm
+    async def _effect(self, step: steps.Step) -> None:
         match step:
             case steps.AdoptStep():
                 await self._adopt()
@@ -119,29 +87,8 @@ class Applier:
                 await self._seed()
             case steps.SpawnStep():
                 await self._spawn()
-            case steps.AttachConsoleStep():
-                await port.attach_console(self._handle)
-            case steps.BootStep():
-                await port.boot(self._handle)
-                await self._put_worker(_replace(self._row, booted=True, recovering=False))
-            case steps.MarkRecoveringStep():
-                self._memory.storage_loss = "the storage daemon was lost under the VM"
-                await self._put_worker(_replace(self._row, recovering=True))
-            case steps.PauseStep():
-                await port.pause(self._handle)
-            case steps.RecoverBackendStep():
-                await self._recover_backend()
-            case steps.AwaitDisksStep():
-                await self._await_disks()
-            case steps.ResetStep():
-                await self._reset()
-            case steps.ResumeStep():
-                await port.resume(self._handle)
             case steps.StopStep():
                 await self._stop(step)
-            case steps.CleanupStep():
-                await port.detach_console(self._handle)
-                await port.cleanup(self._handle, self._row.record)
             case steps.DetachVolumeStep(volume_uid=volume_uid):
                 await self._detach_volume(volume_uid)
             case steps.ForgetWorkerStep():
@@ -154,6 +101,34 @@ class Applier:
                 await finish_delete(self._context, self._uid)
             case steps.WaitStep():
                 raise AssertionError("a WaitStep has no effect")
+            case _:
+                await self._on_vmm(step)
+
+    async def _on_vmm(self, step: steps.VmmStep) -> None:
+        """The effects on a VMM that is there."""
+        port, vm = self._context.world.vmm, self._handle
+        match step:
+            case steps.AttachConsoleStep():
+                await port.attach_console(vm)
+            case steps.BootStep():
+                await port.boot(vm)
+                await self._put_worker(_replace(self._row, booted=True, recovering=False))
+            case steps.MarkRecoveringStep():
+                self._memory.storage_loss = "the storage daemon was lost under the VM"
+                await self._put_worker(_replace(self._row, recovering=True))
+            case steps.PauseStep():
+                await port.pause(vm)
+            case steps.RecoverBackendStep():
+                await self._recover_backend()
+            case steps.AwaitDisksStep():
+                await self._await_disks()
+            case steps.ResetStep():
+                await self._reset()
+            case steps.ResumeStep():
+                await port.resume(vm)
+            case steps.CleanupStep():
+                await port.detach_console(vm)
+                await port.cleanup(vm, self._row.record)
             case _:
                 assert_never(step)
 
@@ -383,16 +358,3 @@ class Applier:
         await self._context.world.seeds.remove(self._handle)
         await self._context.world.vmm.remove(self._handle)
         await self._put_facts(files_made=False, seed_path="")
-
-
-def _title(name: str, step: steps.Step) -> str:
-    """The step as the journal shows it: with the object that it is about."""
-    match step:
-        case steps.AttachVolumeStep(volume_uid=uid) | steps.DetachVolumeStep(volume_uid=uid):
-            return f"{name} {uid}"
-        case steps.AttachNicStep(nic_id=uid) | steps.DetachNicStep(nic_id=uid):
-            return f"{name} {uid}"
-        case steps.StopStep(kind=kind):
-            return f"{name} {kind.value}"
-        case _:
-            return name

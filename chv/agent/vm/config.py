@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chv.agent.ports import VmmSelection
-from chv.agent.vm.plan import DesiredVm
+from chv.agent.vm.model import (
+    DesiredVm,
+)
 from chv.common.errors import FailedPrecondition
 from chv.common.layout import Layout
 from chv.common.quantity import parse_bytes

@@ -7,7 +7,11 @@ from dataclasses import replace
 from chv.agent.ports import VmHandle
 from chv.agent.records import StoredObject, VmFacts
 from chv.agent.tables import Tables
-from chv.agent.vm.plan import DesiredDisk, DesiredNic, DesiredVm
+from chv.agent.vm.model import (
+    DesiredDisk,
+    DesiredNic,
+    DesiredVm,
+)
 from chv.common.ids import derived_uid
 from chv.common.wire.resources import InterfaceSpec, RunStrategy, VirtualMachine
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from chv.agent.context import Context
 from chv.agent.records import StoredObject, WorkerRow
 from chv.agent.vm.desired import facts_of, handle_of
-from chv.agent.vm.plan import (
+from chv.agent.vm.model import (
     Backend,
     DesiredVm,
     Life,

@@ -8,291 +8,47 @@ daemon's return and the reset. A `WaitStep` ends a plan: somebody else has to mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
-
 from chv.agent.records import EndKind
+from chv.agent.vm.model import (
+    Backend,
+    DesiredDisk,
+    DesiredNic,
+    DesiredVm,
+    Life,
+    ObservedNic,
+    ObservedVm,
+    ObservedVolume,
+    ObservedWorker,
+)
+from chv.agent.vm.steps import (
+    AdoptStep,
+    AttachConsoleStep,
+    AttachNicStep,
+    AttachVolumeStep,
+    AwaitDisksStep,
+    BootStep,
+    CleanupStep,
+    DetachNicStep,
+    DetachVolumeStep,
+    EnsureSeedStep,
+    FinishDeleteStep,
+    ForgetWorkerStep,
+    MarkRecoveringStep,
+    PauseStep,
+    PrepareStep,
+    RecoverBackendStep,
+    RemoveFilesStep,
+    ResetStep,
+    ResumeStep,
+    SelectVmmStep,
+    SpawnStep,
+    Step,
+    StopStep,
+    WaitStep,
+)
 from chv.vmm.driver import VmmState
 
 RECOVERY_FAILURES_MAX = 3
-
-
-# --- desired
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DesiredDisk:
-    """A disk of the VM. `volume_uid` is empty where the Volume does not exist."""
-
-    name: str
-    volume: str
-    volume_uid: str
-    generation: int  # of the volume
-    read_only: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DesiredNic:
-    """A NIC of the VM. `network_uid` is empty where the Network does not exist."""
-
-    name: str
-    nic_id: str
-    network: str
-    network_uid: str
-    network_generation: int
-    generation: int  # of the NIC
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DesiredVm:
-    """What is wanted, from the store alone."""
-
-    uid: str
-    running: bool
-    deleting: bool = False
-    replace_worker: str = ""
-    force_stop: bool = False
-    reset_request: str = ""
-    boot_image: str = ""
-    disks: tuple[DesiredDisk, ...] = ()
-    nics: tuple[DesiredNic, ...] = ()
-
-
-# --- observed
-
-
-class Life(Enum):
-    """What is proven about a recorded process."""
-
-    ALIVE = "alive"
-    DEAD = "dead"
-    UNKNOWN = "unknown"
-
-
-class Backend(Enum):
-    """The storage daemon behind the VM's attachments."""
-
-    SERVING = "serving"
-    LOST = "lost"
-    ABSENT = "absent"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedWorker:
-    """The recorded VMM (or intent) against the process table and its monitor."""
-
-    worker_id: str
-    life: Life
-    recorded: bool = True  # pid is in the store
-    state: VmmState = VmmState.UNKNOWN
-    booted: bool = False  # recorded: its vCPUs were let run
-    recovering: bool = False
-    ending: EndKind | None = None
-    start_expired: bool = False  # alive, never booted, and out of time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedVolume:
-    """A volume as stord has it."""
-
-    generation: int
-    state: str  # open | missing | broken
-    attached_to: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedNic:
-    """A NIC as nwd has it."""
-
-    generation: int
-    network_uid: str
-    attached: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedVm:
-    """What is seen. Missing keys mean: not there."""
-
-    worker: ObservedWorker | None = None
-    stranger: bool = False  # a live VMM with this VM's id that no record explains
-    attached: frozenset[str] = frozenset()  # volume uids attached to this VM
-    backend: Backend = Backend.ABSENT
-    nics: dict[str, ObservedNic] = field(default_factory=dict)  # of this VM
-    volumes: dict[str, ObservedVolume] = field(default_factory=dict)  # that it wants
-    networks: dict[str, int] = field(default_factory=dict)  # ready ones: generation
-    storage_known: bool = True  # stord answered
-    network_known: bool = True  # nwd answered
-    image_ready: bool = True
-    selected: bool = False
-    files_made: bool = False
-    console: bool = False
-    recovery_failures: int = 0
-    backoff_s: float = 0.0  # not before that many seconds
-
-
-# --- steps
-
-
-@dataclass(frozen=True, slots=True)
-class WaitStep:
-    """Somebody else must move first; `retry_s` is how long at most to sit still."""
-
-    condition: str
-    reason: str
-    message: str
-    retry_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptStep:
-    """Record the pid of a process found by its intent."""
-
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SelectVmmStep:
-    """Choose VMM and accelerator, once."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareStep:
-    """Make the directories."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttachVolumeStep:
-    """Let stord serve a volume to this VM."""
-
-    volume_uid: str
-    generation: int
-    read_only: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AttachNicStep:
-    """Let nwd make or update the NIC."""
-
-    nic_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class EnsureSeedStep:
-    """Write the seed disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnStep:
-    """Record the intent, start the VMM, record the process."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttachConsoleStep:
-    """Let the console holder take the serial line."""
-
-
-@dataclass(frozen=True, slots=True)
-class BootStep:
-    """Let the vCPUs run for the first time."""
-
-
-@dataclass(frozen=True, slots=True)
-class MarkRecoveringStep:
-    """Record that a reset is due before the vCPUs run again."""
-
-
-@dataclass(frozen=True, slots=True)
-class PauseStep:
-    """Stop the vCPUs."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecoverBackendStep:
-    """Let stord start a new storage daemon."""
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitDisksStep:
-    """Wait until the VMM has its disks again."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResetStep:
-    """Hard reset; fulfils a recovery and a request."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeStep:
-    """Let the vCPUs run again."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopStep:
-    """Walk the stop ladder; `ask` is whether the guest gets a say."""
-
-    kind: EndKind
-    ask: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CleanupStep:
-    """Remove what the dead VMM left."""
-
-
-@dataclass(frozen=True, slots=True)
-class DetachVolumeStep:
-    """Let stord stop serving a volume to this VM."""
-
-    volume_uid: str
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetWorkerStep:
-    """Drop the worker's record and take the consequences of its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class DetachNicStep:
-    """Let nwd remove a NIC."""
-
-    nic_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveFilesStep:
-    """Remove seed, host keys and directories."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishDeleteStep:
-    """Replace the object by its tombstone."""
-
-
-Step = (
-    WaitStep
-    | AdoptStep
-    | SelectVmmStep
-    | PrepareStep
-    | AttachVolumeStep
-    | AttachNicStep
-    | EnsureSeedStep
-    | SpawnStep
-    | AttachConsoleStep
-    | BootStep
-    | MarkRecoveringStep
-    | PauseStep
-    | RecoverBackendStep
-    | AwaitDisksStep
-    | ResetStep
-    | ResumeStep
-    | StopStep
-    | CleanupStep
-    | DetachVolumeStep
-    | ForgetWorkerStep
-    | DetachNicStep
-    | RemoveFilesStep
-    | FinishDeleteStep
-)
 
 
 def plan(desired: DesiredVm, observed: ObservedVm) -> list[Step]:

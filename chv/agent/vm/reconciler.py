@@ -13,19 +13,23 @@ from chv.agent.context import Context
 from chv.agent.records import StoredObject
 from chv.agent.vm.apply import Applier
 from chv.agent.vm.desired import desired_vm, facts_of, same_wish
+from chv.agent.vm.model import (
+    DesiredVm,
+    Life,
+)
 from chv.agent.vm.observe import Memory, Sight, look_at_monitor, observe
 from chv.agent.vm.plan import (
-    DesiredVm,
-    FinishDeleteStep,
-    Life,
-    ResetStep,
-    SpawnStep,
-    Step,
-    WaitStep,
     plan,
 )
 from chv.agent.vm.probe import Prober
 from chv.agent.vm.status import Picture, vm_status
+from chv.agent.vm.steps import (
+    FinishDeleteStep,
+    ResetStep,
+    SpawnStep,
+    Step,
+    WaitStep,
+)
 from chv.common import logs
 from chv.common.errors import ChvError, OutcomeUnknown
 from chv.common.process.records import WorkerRecord
@@ -97,14 +101,18 @@ class VmReconciler:
         return Done()
 
     async def _apply(self, applier: Applier, step: Step) -> None:
+        failure: ChvError | None = None
         try:
             await applier.apply(step)
-        except (ChvError, TimeoutError) as error:
-            shown = error if isinstance(error, ChvError) else OutcomeUnknown("took too long")
+        except ChvError as error:
+            failure = error
+        except TimeoutError:
+            failure = OutcomeUnknown("a step took too long")
+        if failure is not None:
             operation = self._context.operations.current(self._uid)
             if operation is not None:
-                await self._context.operations.fail_step(operation.id, shown)
-            raise
+                await self._context.operations.fail_step(operation.id, failure)
+            raise failure
         if isinstance(step, ResetStep):
             self._resets += 1
             self._boot = f"{self._boot.partition('+')[0]}+{self._resets}" if self._boot else ""

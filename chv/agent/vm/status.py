@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from chv.agent.conditions import condition, merge
 from chv.agent.records import StoredObject, WorkerRow
 from chv.agent.vm.desired import facts_of, vm_of
-from chv.agent.vm.observe import Sight
-from chv.agent.vm.plan import (
+from chv.agent.vm.model import (
     Backend,
     DesiredVm,
     Life,
+)
+from chv.agent.vm.observe import Sight
+from chv.agent.vm.steps import (
     SpawnStep,
     Step,
     StopStep,

@@ -1,0 +1,50 @@
+"""What the journal and the failpoints call each step of a VM's plan. Pure."""
+
+from __future__ import annotations
+
+from chv.agent.vm import steps
+
+# The journal's name of each step; `agent.vm.<name>.before` and `.after` are failpoints.
+NAMES: dict[type[steps.Step], str] = {
+    steps.AdoptStep: "adopt",
+    steps.SelectVmmStep: "select_vmm",
+    steps.PrepareStep: "prepare",
+    steps.AttachVolumeStep: "attach_volume",
+    steps.AttachNicStep: "attach_nic",
+    steps.EnsureSeedStep: "seed",
+    steps.SpawnStep: "spawn",
+    steps.AttachConsoleStep: "attach_console",
+    steps.BootStep: "boot",
+    steps.MarkRecoveringStep: "mark_recovering",
+    steps.PauseStep: "pause",
+    steps.RecoverBackendStep: "recover_backend",
+    steps.AwaitDisksStep: "await_disks",
+    steps.ResetStep: "reset",
+    steps.ResumeStep: "resume",
+    steps.StopStep: "stop",
+    steps.CleanupStep: "cleanup",
+    steps.DetachVolumeStep: "detach_volume",
+    steps.ForgetWorkerStep: "forget",
+    steps.DetachNicStep: "detach_nic",
+    steps.RemoveFilesStep: "remove_files",
+    steps.FinishDeleteStep: "finish_delete",
+}
+# Around the three parts of a spawn there are more.
+FAILPOINTS = tuple(
+    f"agent.vm.{name}.{moment}"
+    for name in (*NAMES.values(), "spawn_process", "spawn_record")
+    for moment in ("before", "after")
+)
+
+
+def title(name: str, step: steps.Step) -> str:
+    """The step as the journal shows it: with the object that it is about."""
+    match step:
+        case steps.AttachVolumeStep(volume_uid=uid) | steps.DetachVolumeStep(volume_uid=uid):
+            return f"{name} {uid}"
+        case steps.AttachNicStep(nic_id=uid) | steps.DetachNicStep(nic_id=uid):
+            return f"{name} {uid}"
+        case steps.StopStep(kind=kind):
+            return f"{name} {kind.value}"
+        case _:
+            return name

@@ -1,0 +1,119 @@
+"""What the planner looks at: what is wanted of a VM and what is seen of it. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from chv.agent.records import EndKind
+from chv.vmm.driver import VmmState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredDisk:
+    """A disk of the VM. `volume_uid` is empty where the Volume does not exist."""
+
+    name: str
+    volume: str
+    volume_uid: str
+    generation: int  # of the volume
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredNic:
+    """A NIC of the VM. `network_uid` is empty where the Network does not exist."""
+
+    name: str
+    nic_id: str
+    network: str
+    network_uid: str
+    network_generation: int
+    generation: int  # of the NIC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredVm:
+    """What is wanted, from the store alone."""
+
+    uid: str
+    running: bool
+    deleting: bool = False
+    replace_worker: str = ""
+    force_stop: bool = False
+    reset_request: str = ""
+    boot_image: str = ""
+    disks: tuple[DesiredDisk, ...] = ()
+    nics: tuple[DesiredNic, ...] = ()
+
+
+# --- observed
+
+
+class Life(Enum):
+    """What is proven about a recorded process."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+class Backend(Enum):
+    """The storage daemon behind the VM's attachments."""
+
+    SERVING = "serving"
+    LOST = "lost"
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedWorker:
+    """The recorded VMM (or intent) against the process table and its monitor."""
+
+    worker_id: str
+    life: Life
+    recorded: bool = True  # pid is in the store
+    state: VmmState = VmmState.UNKNOWN
+    booted: bool = False  # recorded: its vCPUs were let run
+    recovering: bool = False
+    ending: EndKind | None = None
+    start_expired: bool = False  # alive, never booted, and out of time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedVolume:
+    """A volume as stord has it."""
+
+    generation: int
+    state: str  # open | missing | broken
+    attached_to: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedNic:
+    """A NIC as nwd has it."""
+
+    generation: int
+    network_uid: str
+    attached: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedVm:
+    """What is seen. Missing keys mean: not there."""
+
+    worker: ObservedWorker | None = None
+    stranger: bool = False  # a live VMM with this VM's id that no record explains
+    attached: frozenset[str] = frozenset()  # volume uids attached to this VM
+    backend: Backend = Backend.ABSENT
+    nics: dict[str, ObservedNic] = field(default_factory=dict)  # of this VM
+    volumes: dict[str, ObservedVolume] = field(default_factory=dict)  # that it wants
+    networks: dict[str, int] = field(default_factory=dict)  # ready ones: generation
+    storage_known: bool = True  # stord answered
+    network_known: bool = True  # nwd answered
+    image_ready: bool = True
+    selected: bool = False
+    files_made: bool = False
+    console: bool = False
+    recovery_failures: int = 0
+    backoff_s: float = 0.0  # not before that many seconds

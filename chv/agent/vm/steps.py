@@ -1,0 +1,173 @@
+"""The steps of a VM's plan: one effect each, as data. What they do is in `apply`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chv.agent.records import EndKind
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStep:
+    """Somebody else must move first; `retry_s` is how long at most to sit still."""
+
+    condition: str
+    reason: str
+    message: str
+    retry_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptStep:
+    """Record the pid of a process found by its intent."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SelectVmmStep:
+    """Choose VMM and accelerator, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStep:
+    """Make the directories."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachVolumeStep:
+    """Let stord serve a volume to this VM."""
+
+    volume_uid: str
+    generation: int
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttachNicStep:
+    """Let nwd make or update the NIC."""
+
+    nic_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureSeedStep:
+    """Write the seed disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnStep:
+    """Record the intent, start the VMM, record the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachConsoleStep:
+    """Let the console holder take the serial line."""
+
+
+@dataclass(frozen=True, slots=True)
+class BootStep:
+    """Let the vCPUs run for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkRecoveringStep:
+    """Record that a reset is due before the vCPUs run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseStep:
+    """Stop the vCPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverBackendStep:
+    """Let stord start a new storage daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitDisksStep:
+    """Wait until the VMM has its disks again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetStep:
+    """Hard reset; fulfils a recovery and a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeStep:
+    """Let the vCPUs run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopStep:
+    """Walk the stop ladder; `ask` is whether the guest gets a say."""
+
+    kind: EndKind
+    ask: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CleanupStep:
+    """Remove what the dead VMM left."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachVolumeStep:
+    """Let stord stop serving a volume to this VM."""
+
+    volume_uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWorkerStep:
+    """Drop the worker's record and take the consequences of its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachNicStep:
+    """Let nwd remove a NIC."""
+
+    nic_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFilesStep:
+    """Remove seed, host keys and directories."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishDeleteStep:
+    """Replace the object by its tombstone."""
+
+
+# Effects on a VMM that is there.
+VmmStep = (
+    AttachConsoleStep
+    | BootStep
+    | MarkRecoveringStep
+    | PauseStep
+    | RecoverBackendStep
+    | AwaitDisksStep
+    | ResetStep
+    | ResumeStep
+    | CleanupStep
+)
+Step = (
+    VmmStep
+    | WaitStep
+    | AdoptStep
+    | SelectVmmStep
+    | PrepareStep
+    | AttachVolumeStep
+    | AttachNicStep
+    | EnsureSeedStep
+    | SpawnStep
+    | StopStep
+    | DetachVolumeStep
+    | ForgetWorkerStep
+    | DetachNicStep
+    | RemoveFilesStep
+    | FinishDeleteStep
+)
