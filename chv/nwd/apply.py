@@ -12,11 +12,12 @@ from typing import Any, assert_never
 import anyio.to_thread
 
 from chv.common.errors import Conflict, NotFound, OwnershipConflict
-from chv.common.failpoint import failpoint
+from chv.common.failpoint import failpoint, failpoint_sync
 from chv.nwd import runfiles, settings, steps
 from chv.nwd.blueprint import Blueprint, alias_prefix
 from chv.nwd.kernel import netns, sysctl, tap
 from chv.nwd.kernel.rtnl import Link, Rtnl
+from chv.nwd.nft.ruleset import Applied
 from chv.nwd.observe import Sockets
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE
@@ -138,15 +139,21 @@ class Work:
         return await self._sockets.inner()
 
     async def _find(self, place: Place, name: str) -> tuple[Rtnl, Link]:
+        """Return a link, as it was when this pass met it first."""
         rtnl = await self._rtnl(place)
-        link = await rtnl.link(name)
+        known = self._sockets.links.get(name) if place is Place.INNER else None
+        link = known if known is not None else await rtnl.link(name)
         if link is None:
             raise NotFound(f"link {name} has vanished meanwhile", resource=self._network_id)
+        if place is Place.INNER:
+            self._sockets.links[name] = link
         return rtnl, link
 
     async def _delete(self, place: Place, name: str) -> None:
         rtnl = await self._rtnl(place)
         link = await rtnl.link(name)
+        if place is Place.INNER:
+            self._sockets.links.pop(name, None)
         if link is None:
             return
         if place is Place.HOST:
@@ -199,17 +206,19 @@ class Work:
 
     async def _load_rules(self) -> None:
         before = self._parts.loaded.pop(self._network_id, None)
-        loaded = await self._parts.nft.load(self._path, self._blueprint.rules, before)
+        loaded = await self._parts.nft.load(
+            self._path, self._blueprint.rules, before, self._note_rules
+        )
         if loaded is None:
             raise Conflict(
                 "somebody changed nft rules in the same moment", resource=self._network_id
             )
-        directory = await anyio.to_thread.run_sync(
-            runfiles.prepare, self._parts.layout, self._network_id
-        )
-        await failpoint(f"nwd.{self._verb}.rules_loaded")
-        await anyio.to_thread.run_sync(runfiles.note_rules, directory, loaded.applied)
         self._parts.loaded[self._network_id] = loaded
+
+    def _note_rules(self, applied: Applied) -> None:
+        """In a thread, right after the rules were loaded."""
+        failpoint_sync(f"nwd.{self._verb}.rules_loaded")
+        runfiles.note_rules(runfiles.prepare(self._parts.layout, self._network_id), applied)
 
     async def _apply_to_dns(
         self, step: steps.WriteFiles | steps.StopDns | steps.StartDns | steps.TellDns
@@ -245,13 +254,11 @@ class Work:
     async def _note_told(self) -> None:
         process = self._parts.workers.process(self._network_id)
         assert process is not None
-        digest = self._blueprint.desired.files
-        await anyio.to_thread.run_sync(
-            runfiles.note_told,
+        runfiles.note_told(
             self._parts.layout,
             self._network_id,
             process.worker_id,
-            digest,
+            self._blueprint.desired.files,
         )
 
 

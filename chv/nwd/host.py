@@ -21,7 +21,7 @@ from chv.nwd import runfiles, settings
 from chv.nwd.addresses import Surroundings, uplink_addresses
 from chv.nwd.blueprint import has_uplink
 from chv.nwd.kernel import netns, nft_generation, sysctl
-from chv.nwd.kernel.rtnl import open_rtnl
+from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, open_rtnl
 from chv.nwd.nft import host_rules
 from chv.nwd.nft.ruleset import Applied
 from chv.nwd.nft.text import Ruleset, digest
@@ -145,7 +145,7 @@ class Host:
             addresses = await rtnl.addresses()
             routes = await rtnl.routes()
         texts = sorted(text for each in addresses.values() for text in each)
-        return HostView(tuple(texts), tuple(sorted(set(routes) - {"0.0.0.0/0"})))
+        return HostView(tuple(texts), tuple(sorted(set(routes) - {DEFAULT_ROUTE})))
 
     async def surroundings(self) -> Surroundings:
         """Return what a tenant's subnet may not overlap."""

@@ -21,7 +21,7 @@ from chv.nwd import plan
 from chv.nwd.apply import Work, step_name
 from chv.nwd.blueprint import Blueprint
 from chv.nwd.host import Host
-from chv.nwd.kernel import dhcp_release, netns
+from chv.nwd.kernel import conntrack, dhcp_release, netns
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.observe import Sockets, observe, observe_nic
 from chv.nwd.parts import Parts
@@ -79,24 +79,14 @@ class Keeper:
         await self.converge(network_id, verb)
 
     async def finish_removal(self, nic: Nic) -> None:
-        """Forget a NIC of which nothing is left, and end the lease that a guest held."""
-        state = await self.parts.workers.state(
-            nic.network_id, self.parts.netns_path(nic.network_id)
-        )
-        if state is DnsState.ALIVE:
-            await self._release(nic)
+        """Forget a NIC of which nothing is left; its lease and connections end with it."""
+        path = self.parts.netns_path(nic.network_id)
+        state = await self.parts.workers.state(nic.network_id, path)
+        row = self.parts.records.networks[nic.network_id]
+        if self.parts.is_due(row) and state is DnsState.ALIVE:
+            gateway = row.topology.gateway
+            await netns.inside(path, lambda: _end_traces(nic, gateway))
         await self.parts.records.drop_nic(nic)
-
-    async def _release(self, nic: Nic) -> None:
-        gateway = self.parts.records.networks[nic.network_id].topology.gateway
-        try:
-            await netns.inside(
-                self.parts.netns_path(nic.network_id),
-                lambda: dhcp_release.send(nic.mac, nic.address, gateway, BRIDGE),
-            )
-        except (ChvError, OSError) as error:
-            # The lease then ends by itself; until then the address goes to nobody else.
-            log.warning("dhcp_release_failed", nic_id=nic.nic_id, error=error)
 
     async def _settle(self, row: Network, verb: str) -> None:
         await self.host.converge()
@@ -214,3 +204,9 @@ class Keeper:
         while True:
             await anyio.sleep(RESYNC_S)
             await self.resync()
+
+
+def _end_traces(nic: Nic, gateway: str) -> None:
+    """In the namespace: what the next NIC with this address must not inherit."""
+    conntrack.forget(nic.address)
+    dhcp_release.send(nic.mac, nic.address, gateway, BRIDGE)

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio.to_thread
 
 from chv.nwd import runfiles, settings
 from chv.nwd.kernel import netns, nft_generation, sysctl
-from chv.nwd.kernel.rtnl import Link, Rtnl, open_rtnl
+from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, Link, Rtnl, adopt_socket, open_rtnl, open_socket
 from chv.nwd.parts import Parts
-from chv.nwd.plan import BRIDGE, DnsState, NetnsState, ObservedNetwork, SeenLink
+from chv.nwd.plan import BRIDGE, NetnsState, ObservedNetwork, SeenLink
 
 
 class Sockets:
-    """The netlink sockets of one pass: opened when first needed, closed with the pass."""
+    """The netlink sockets of one pass: opened when first needed, closed with the pass.
+
+    `links` are those of the network's namespace that the pass has met, to find them once.
+    """
 
     def __init__(self, stack: AsyncExitStack, path: str) -> None:
+        self.links: dict[str, Link] = {}
         self._stack = stack
         self._path = path
         self._inner: Rtnl | None = None
         self._host: Rtnl | None = None
+
+    async def adopt(self, fd: int) -> Rtnl:
+        """Use a socket that was opened in the network's namespace."""
+        self._inner = await self._stack.enter_async_context(adopt_socket(fd))
+        return self._inner
 
     async def inner(self) -> Rtnl:
         """Return the one in the network's namespace, which must exist by now."""
@@ -38,43 +47,51 @@ class Sockets:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
-    """What one visit to the namespace tells."""
+class _Look:
+    """What one trip off the event loop tells. `socket` is for the caller to adopt."""
 
-    inode: int
-    sysctls_right: bool
-    generation: int
+    state: NetnsState
+    files: str
+    socket: int = -1
+    inode: int = 0
+    generation: int = 0
+    sysctls_right: bool = False
+
+
+def _look(parts: Parts, network_id: str, check_sysctls: bool) -> _Look:
+    """In a thread: everything that blocks."""
+    state = NetnsState(netns.presence(parts.layout.netns(network_id)).value)
+    files = runfiles.files_digest(parts.layout.network_run(network_id))
+    if state is not NetnsState.PRESENT:
+        return _Look(state, files)
+    path = parts.netns_path(network_id)
+
+    def visit() -> _Look:
+        right = not (check_sysctls and sysctl.differing(settings.SYSCTLS))
+        generation = nft_generation.read()
+        return _Look(state, files, open_socket(), netns.inode(path), generation, right)
+
+    return netns.call_in(path, visit)
 
 
 async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNetwork:
     """Return everything about a network."""
-    path = parts.netns_path(network_id)
-    state = await anyio.to_thread.run_sync(_state, parts.layout.netns(network_id))
-    host_uplink = await _host_uplink(parts, network_id, sockets)
-    if state is not NetnsState.PRESENT:
-        files, told, dns = await _dns(parts, network_id)
-        return ObservedNetwork(
-            netns=state, host_uplink=host_uplink, files=files, told=told, dns=dns
+    look = await anyio.to_thread.run_sync(_look, parts, network_id, True)
+    if look.state is not NetnsState.PRESENT:
+        return replace(
+            await _around(parts, network_id, look),
+            host_uplink=await _host_uplink(parts, network_id, sockets),
         )
-    inside = await anyio.to_thread.run_sync(_look_inside, path)
-    rtnl = await sockets.inner()
-    raw = await rtnl.links()
-    links = seen(raw, await rtnl.addresses())
+    rtnl = await sockets.adopt(look.socket)
+    sockets.links = await rtnl.links()
+    links = seen(sockets.links, await rtnl.addresses())
     routes = await rtnl.routes()
-    files, told, dns = await _dns(parts, network_id)
-    return ObservedNetwork(
-        netns=state,
-        sysctls_right=inside.sysctls_right,
+    return replace(
+        await _around(parts, network_id, look),
         links=links,
-        host_uplink=host_uplink,
-        bridge=raw[BRIDGE].index if BRIDGE in raw else 0,
-        dns_bridge=parts.workers.bridge(network_id),
-        default_gateway=routes.get("0.0.0.0/0", ""),
-        rules=_rules(parts, network_id, inside),
-        files=files,
-        told=told,
-        dns=dns,
-        dns_configuration=parts.workers.configuration(network_id),
+        bridge=sockets.links[BRIDGE].index if BRIDGE in sockets.links else 0,
+        host_uplink=await _host_uplink(parts, network_id, sockets),
+        default_gateway=routes.get(DEFAULT_ROUTE, ""),
     )
 
 
@@ -82,43 +99,39 @@ async def observe_nic(
     parts: Parts, network_id: str, tap: str, sockets: Sockets
 ) -> ObservedNetwork | None:
     """Return what concerns one NIC; None where the network around it needs a whole look."""
-    path = parts.netns_path(network_id)
-    if await anyio.to_thread.run_sync(_state, parts.layout.netns(network_id)) is not (
-        NetnsState.PRESENT
-    ):
+    look = await anyio.to_thread.run_sync(_look, parts, network_id, False)
+    if look.state is not NetnsState.PRESENT:
         return None
-    rtnl = await sockets.inner()
-    bridge = await rtnl.link(BRIDGE)
+    rtnl = await sockets.adopt(look.socket)
+    for name in (BRIDGE, tap):
+        link = await rtnl.link(name)
+        if link is not None:
+            sockets.links[name] = link
+    bridge = sockets.links.get(BRIDGE)
     if bridge is None or not bridge.up:
         return None
-    link = await rtnl.link(tap)
-    links = seen({BRIDGE: bridge} | ({tap: link} if link is not None else {}), {})
-    inside = await anyio.to_thread.run_sync(_look_inside, path)
-    files, told, dns = await _dns(parts, network_id)
-    return ObservedNetwork(
-        netns=NetnsState.PRESENT,
-        sysctls_right=True,
-        links=links,
+    return replace(
+        await _around(parts, network_id, look),
+        links=seen(sockets.links, {}),
         bridge=bridge.index,
-        dns_bridge=parts.workers.bridge(network_id),
-        rules=_rules(parts, network_id, inside),
-        files=files,
-        told=told,
-        dns=dns,
-        dns_configuration=parts.workers.configuration(network_id),
     )
 
 
-def _state(name: str) -> NetnsState:
-    return NetnsState(netns.presence(name).value)
-
-
-def _look_inside(path: str) -> _Inside:
-    def visit() -> tuple[bool, int]:
-        return not sysctl.differing(settings.SYSCTLS), nft_generation.read()
-
-    right, generation = netns.call_in(path, visit)
-    return _Inside(netns.inode(path), right, generation)
+async def _around(parts: Parts, network_id: str, look: _Look) -> ObservedNetwork:
+    """Return what is known without netlink: files, rules, dnsmasq."""
+    state = await parts.workers.state(network_id, parts.netns_path(network_id))
+    process = parts.workers.process(network_id)
+    directory = parts.layout.network_run(network_id)
+    return ObservedNetwork(
+        netns=look.state,
+        sysctls_right=look.sysctls_right,
+        rules=_rules(parts, network_id, look),
+        files=look.files,
+        told=runfiles.told(directory, process.worker_id) if process is not None else "",
+        dns=state,
+        dns_configuration=parts.workers.configuration(network_id),
+        dns_bridge=parts.workers.bridge(network_id),
+    )
 
 
 async def _host_uplink(parts: Parts, network_id: str, sockets: Sockets) -> SeenLink | None:
@@ -129,16 +142,7 @@ async def _host_uplink(parts: Parts, network_id: str, sockets: Sockets) -> SeenL
     return seen({link.name: link}, await rtnl.addresses())[link.name]
 
 
-async def _dns(parts: Parts, network_id: str) -> tuple[str, str, DnsState]:
-    directory = parts.layout.network_run(network_id)
-    files = await anyio.to_thread.run_sync(runfiles.files_digest, directory)
-    state = await parts.workers.state(network_id, parts.netns_path(network_id))
-    process = parts.workers.process(network_id)
-    told = runfiles.told(directory, process.worker_id) if process is not None else ""
-    return files, told, state
-
-
-def _rules(parts: Parts, network_id: str, inside: _Inside) -> str:
+def _rules(parts: Parts, network_id: str, look: _Look) -> str:
     """Return the digest of the rules that stand, if nobody changed them since we loaded them."""
     loaded = parts.loaded.get(network_id)
     if loaded is not None:
@@ -148,7 +152,7 @@ def _rules(parts: Parts, network_id: str, inside: _Inside) -> str:
         if noted is None:
             return ""
         applied = noted
-    right = (applied.inode, applied.generation) == (inside.inode, inside.generation)
+    right = (applied.inode, applied.generation) == (look.inode, look.generation)
     return applied.digest if right else ""
 
 

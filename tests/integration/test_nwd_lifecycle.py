@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from chv.common.errors import (
 from chv.common.store import Store
 from chv.common.wire import nwd as wire
 from chv.common.wire.nwd import UplinkMode
-from chv.nwd.kernel import tap
+from chv.nwd.kernel import conntrack, tap
 from chv.nwd.records import MIGRATIONS, Records
 from tests.helpers import wait_until
 from tests.integration import nwd_frames as frames
 from tests.integration.nwd_helpers import (
     IDS,
+    WAN_ADDRESS,
     Node,
     Wire,
     inside,
@@ -280,6 +282,33 @@ async def test_addresses_run_out_and_the_longest_free_comes_back_first() -> None
         last = await node.attach(network)
         assert last.address == nics[1].address
         assert await leased(node, last) == last.address, "the old lease does not stand in the way"
+
+
+async def test_the_next_guest_does_not_inherit_connections() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        nic, other = await node.attach(network), await node.attach(network)
+        server = inside(node.sandbox.wan, lambda: socket.create_server(("0.0.0.0", 80)))
+        async with open_guest(node, nic) as guest, open_guest(node, other) as neighbour:
+            with server:
+                for each in (guest, neighbour):
+                    each.configure()
+                    assert each.connects(WAN_ADDRESS, 80)
+            tracked = inside(nic.netns, _connections)
+            assert {nic.address, other.address} <= tracked, "the control"
+        await node.detach(nic.nic_id)
+        tracked = inside(nic.netns, _connections)
+        assert (nic.address in tracked, other.address in tracked) == (False, True)
+
+
+def _connections() -> set[str]:
+    """Every address in the connections that the kernel tracks here."""
+    with conntrack._open() as netlink:
+        tuples = b"".join(original for original, _ in conntrack._dump(netlink))
+    mark, size = conntrack._SOURCE, 4
+    parts = tuples.split(mark)[1:]
+    return {socket.inet_ntoa(part[:size]) for part in parts}
 
 
 async def test_a_held_tap_is_in_use_until_it_is_closed() -> None:

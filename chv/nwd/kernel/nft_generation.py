@@ -21,17 +21,29 @@ _HEADER = struct.Struct("=IHHII")
 _FAMILY = struct.pack("=BBH", 0, 0, 0)
 _ATTRIBUTE = struct.Struct("=HH")
 _ANSWER_BYTES = 4096
+ANSWER_TIMEOUT_S = 5.0
+_REQUEST = _HEADER.pack(_HEADER.size + len(_FAMILY), _GETGEN, _NLM_F_REQUEST, 1, 0) + _FAMILY
 
 
 def read() -> int:
     """Return the generation in the namespace of this thread."""
-    request = _HEADER.pack(_HEADER.size + len(_FAMILY), _GETGEN, _NLM_F_REQUEST, 1, 0) + _FAMILY
+    with translated("reading the nft generation"), open_socket() as netlink:
+        return read_from(netlink)
+
+
+def open_socket() -> socket.socket:
+    """Return a socket that asks in the namespace of this thread, whoever uses it later."""
+    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+    netlink = socket.socket(socket.AF_NETLINK, kind, _NETLINK_NETFILTER)
+    netlink.settimeout(ANSWER_TIMEOUT_S)
+    return netlink
+
+
+def read_from(netlink: socket.socket) -> int:
+    """Return the generation in the namespace of a socket; one user at a time."""
     with translated("reading the nft generation"):
-        kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-        with socket.socket(socket.AF_NETLINK, kind, _NETLINK_NETFILTER) as netlink:
-            netlink.settimeout(5.0)
-            netlink.send(request)
-            return _parse(netlink.recv(_ANSWER_BYTES))
+        netlink.send(_REQUEST)
+        return _parse(netlink.recv(_ANSWER_BYTES))
 
 
 def _parse(answer: bytes) -> int:

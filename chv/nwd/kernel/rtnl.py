@@ -25,6 +25,7 @@ _IPV4 = socket.AF_INET
 _TABLE_LOCAL = 255
 _ROUTE_UNICAST = 1
 _ANY = "0.0.0.0"  # noqa: S104  a route's destination, nothing is bound to it
+DEFAULT_ROUTE = f"{_ANY}/0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +161,21 @@ class Rtnl:
     async def replace_default_route(self, gateway: str) -> None:
         """Make `gateway` the default route."""
         with translated(f"setting the default route to {gateway}"):
-            await self._ipr.route("replace", dst=f"{_ANY}/0", gateway=gateway)
+            await self._ipr.route("replace", dst=DEFAULT_ROUTE, gateway=gateway)
 
 
 @asynccontextmanager
 async def open_rtnl(path: str = netns.OWN) -> AsyncIterator[Rtnl]:
     """Yield access to the namespace at `path`; the caller's task alone may use it."""
     with translated("opening a netlink socket"):
-        fd = await netns.inside(path, _open_socket)
+        fd = await netns.inside(path, open_socket)
+    async with adopt_socket(fd) as rtnl:
+        yield rtnl
+
+
+@asynccontextmanager
+async def adopt_socket(fd: int) -> AsyncIterator[Rtnl]:
+    """Yield access through a socket from `open_socket`, closed afterwards."""
     try:
         ipr = AsyncIPRoute(fileno=fd)
     except BaseException:
@@ -179,7 +187,8 @@ async def open_rtnl(path: str = netns.OWN) -> AsyncIterator[Rtnl]:
         ipr.close()
 
 
-def _open_socket() -> int:
+def open_socket() -> int:
+    """Return a netlink socket for the namespace of this thread."""
     # asyncio refuses SOCK_RAW for a datagram endpoint; netlink takes both alike.
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
     return socket.socket(socket.AF_NETLINK, kind, socket.NETLINK_ROUTE).detach()

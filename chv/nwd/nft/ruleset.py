@@ -8,9 +8,10 @@ Internal, for refused rules are a bug of ours; the rules before them then stay i
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import anyio.to_thread
@@ -21,7 +22,7 @@ from chv.common.errors import Internal
 from chv.nwd.kernel import netns, nft_generation
 from chv.nwd.nft.text import Ruleset, SetKey
 
-CONTEXTS_MAX = 16
+CONTEXTS_MAX = 32
 SHOWN_CHARACTERS_MAX = 400
 
 
@@ -42,16 +43,38 @@ class Loaded:
     elements: Mapping[SetKey, frozenset[str]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What asks and changes rules in one namespace, from any thread."""
+
+    inode: int
+    nft: Nftables
+    generations: socket.socket
+
+    def close(self) -> None:
+        """Let go of the namespace; the library's own context goes with the last reference."""
+        self.generations.close()
+
+
 class Nft:
     """All access to nft of this process."""
 
     def __init__(self) -> None:
-        self._contexts: OrderedDict[str, tuple[int, Nftables]] = OrderedDict()
+        self._contexts: OrderedDict[str, _Context] = OrderedDict()
         self._lock = threading.Lock()
 
-    async def load(self, path: str, wanted: Ruleset, before: Loaded | None) -> Loaded | None:
-        """Load a ruleset; None when somebody else changed rules meanwhile: load it again."""
-        return await anyio.to_thread.run_sync(self._load, path, wanted, before)
+    async def load(
+        self,
+        path: str,
+        wanted: Ruleset,
+        before: Loaded | None,
+        note: Callable[[Applied], None] = lambda _: None,
+    ) -> Loaded | None:
+        """Load a ruleset; None when somebody else changed rules meanwhile: load it again.
+
+        `note` is called with what stands now, in the thread that loaded it.
+        """
+        return await anyio.to_thread.run_sync(self._load, path, wanted, before, note)
 
     async def remove(self, path: str, ruleset: Ruleset) -> None:
         """Remove our tables."""
@@ -68,52 +91,69 @@ class Nft:
     def forget(self, path: str) -> None:
         """Drop the context of a namespace that is about to go."""
         with self._lock:
-            self._contexts.pop(path, None)
+            context = self._contexts.pop(path, None)
+            if context is not None:
+                context.close()
 
-    def _load(self, path: str, wanted: Ruleset, before: Loaded | None) -> Loaded | None:
+    def _load(
+        self,
+        path: str,
+        wanted: Ruleset,
+        before: Loaded | None,
+        note: Callable[[Applied], None],
+    ) -> Loaded | None:
         with self._lock:
-            inode = netns.inode(path)
-            generation = netns.call_in(path, nft_generation.read)
-            text = _transaction(wanted, before, (inode, generation))
+            context = self._context(path)
+            generation = nft_generation.read_from(context.generations)
+            text = _transaction(wanted, before, (context.inode, generation))
             if text:
-                self._command(path, inode, text)
-                expected, generation = generation + 1, netns.call_in(path, nft_generation.read)
+                self._command(path, context, text)
+                expected = generation + 1
+                generation = nft_generation.read_from(context.generations)
                 if generation != expected:
                     return None
-        applied = Applied(inode, generation, wanted.digest)
+        applied = Applied(context.inode, generation, wanted.digest)
+        note(applied)
         return Loaded(applied, wanted.frame_digest, dict(wanted.elements))
 
     def _run(self, path: str, text: str) -> None:
         with self._lock:
-            self._command(path, netns.inode(path), text)
+            self._command(path, self._context(path), text)
 
     def _list(self, path: str, command: str, as_json: bool) -> str:
         with self._lock:
-            context = self._context(path, netns.inode(path))
-            context.set_json_output(as_json)
-            context.set_stateless_output(True)
+            nft = self._context(path).nft
+            nft.set_json_output(as_json)
+            nft.set_stateless_output(True)
             try:
-                code, output, _ = context.cmd(command)
+                code, output, _ = nft.cmd(command)
             finally:
-                context.set_json_output(False)
+                nft.set_json_output(False)
         return "" if code else str(output)
 
-    def _command(self, path: str, inode: int, text: str) -> None:
-        code, _, error = self._context(path, inode).cmd(text)
+    def _command(self, path: str, context: _Context, text: str) -> None:
+        code, _, error = context.nft.cmd(text)
         if code:
             raise Internal(
                 f"nft refused the rules: {error.strip()[:SHOWN_CHARACTERS_MAX]}", resource=path
             )
 
-    def _context(self, path: str, inode: int) -> Nftables:
-        known = self._contexts.get(path)
-        if known is None or known[0] != inode:
-            known = (inode, netns.call_in(path, Nftables))
-            self._contexts[path] = known
-        self._contexts.move_to_end(path)
+    def _context(self, path: str) -> _Context:
+        inode = netns.inode(path)
+        known = self._contexts.pop(path, None)
+        if known is not None and known.inode != inode:
+            known.close()
+            known = None
+        if known is None:
+            known = netns.call_in(path, lambda: _make_context(inode))
+        self._contexts[path] = known  # the last one used
         while len(self._contexts) > CONTEXTS_MAX:
-            self._contexts.popitem(last=False)
-        return known[1]
+            self._contexts.popitem(last=False)[1].close()
+        return known
+
+
+def _make_context(inode: int) -> _Context:
+    return _Context(inode, Nftables(), nft_generation.open_socket())
 
 
 def _transaction(wanted: Ruleset, before: Loaded | None, now: tuple[int, int]) -> str:
