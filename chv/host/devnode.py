@@ -34,18 +34,20 @@ from chv.common.process import (
     FoundWorker,
     SpawnSpec,
     choose_provider,
+    run,
     scan,
     terminate,
 )
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire.agent import NODE_STATUS, NodeStatusReply
 from chv.common.wire.types import Empty
-from chv.host.sandbox import Sandbox
+from chv.host.sandbox import NETNS_ROOT, Sandbox
 
 NODE_UID = "00000000-0000-4000-8000-000000000000"
 KIND = "agent"
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
+COMMAND_TIMEOUT_S = 10.0
 READY = "TenantReady"
 PASSED_ENVIRONMENT = ("CHV_VMM", "CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD")
 
@@ -255,6 +257,8 @@ async def remove(node: DevNode) -> list[str]:
         if f":{KIND}:" not in worker.worker_id and ":console:" not in worker.worker_id:
             killed.append(worker.worker_id)
     await provider.retire()
+    for netns in sorted(NETNS_ROOT.glob(f"{node.layout.netns_prefix}*")):
+        await run(("ip", "netns", "delete", netns.name), timeout_s=COMMAND_TIMEOUT_S)
     if node.sandbox:
         await node.sandbox.remove()
     for path in (node.layout.run, node.layout.state):
