@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from chv.agent.vm.apply import FAILPOINTS
+from chv.agent.vm.journal import FAILPOINTS
 from chv.host import devnode
 from tests.integration.live_node import LiveNode, live_node, need, wait_for
 
