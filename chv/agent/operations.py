@@ -120,13 +120,22 @@ class Operations:
                 await self._ledger.commit_held(PutOperation(operation=noted))
 
     async def end(
-        self, uid: str, state: OperationState, message: str = "", error: ErrorData | None = None
+        self,
+        operation_id: str,
+        state: OperationState,
+        message: str = "",
+        error: ErrorData | None = None,
     ) -> None:
-        """End the operation under way on an object, if there is one."""
-        async with self._ledger.writing():
-            operation = self.current(uid)
-            if operation is not None:
+        """End this operation, unless it has ended or was superseded."""
+        async with self._ledger.writing() as tables:
+            operation = tables.operations.get(operation_id)
+            if operation is not None and operation.state not in FINAL_STATES:
                 await self._ledger.commit_held(*self.ending(operation, state, message, error))
+
+    def current_id(self, uid: str) -> str:
+        """Return the id of the operation under way on an object, '' where there is none."""
+        operation = self.current(uid)
+        return operation.id if operation is not None else ""
 
     def now(self) -> str:
         """Return the stamp of this moment."""

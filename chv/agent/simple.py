@@ -28,7 +28,8 @@ class SimpleReconciler:
     def __init__(self, context: Context, uid: str) -> None:
         self._context = context
         self._uid = uid
-        self._operation: tuple[str, float] = ("", 0.0)
+        self._serving = ""  # the operation that the pass works for; a newer one is not its to end
+        self._since: tuple[str, float] = ("", 0.0)
 
     @property
     def monitored(self) -> bool:
@@ -44,6 +45,11 @@ class SimpleReconciler:
 
     async def reconcile(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
+        self._serving = self._context.operations.current_id(self._uid)
+        return await self.look_and_act(stored)
+
+    async def look_and_act(self, stored: StoredObject) -> Outcome:
+        """Make one pass; what is particular to the kind."""
         raise NotImplementedError
 
     async def show_error(self, stored: StoredObject, ready: Condition, *, permanent: bool) -> None:
@@ -70,7 +76,7 @@ class SimpleReconciler:
 
     async def settle(self, message: str) -> None:
         """Everything is as wanted: say so on the operation."""
-        await self._context.operations.end(self._uid, OperationState.SUCCEEDED, message)
+        await self._context.operations.end(self._serving, OperationState.SUCCEEDED, message)
 
     async def wait(self, message: str) -> None:
         """Show what is waited for."""
@@ -85,7 +91,7 @@ class SimpleReconciler:
             await self.show_error(current, ready, permanent=permanent)
         operations = self._context.operations
         if permanent:
-            await operations.end(self._uid, OperationState.FAILED, str(error), error.data())
+            await operations.end(self._serving, OperationState.FAILED, str(error), error.data())
         else:
             await operations.note(self._uid, f"tries again: {error}")
             await self._expire()
@@ -95,8 +101,8 @@ class SimpleReconciler:
         now = anyio.current_time()
         if operation is None:
             return
-        if operation.id != self._operation[0]:
-            self._operation = (operation.id, now)
-        elif now - self._operation[1] > OPERATION_S:
+        if operation.id != self._since[0]:
+            self._since = (operation.id, now)
+        elif now - self._since[1] > OPERATION_S:
             message = f"no success within {OPERATION_S:.0f} s: {operation.message}"
-            await self._context.operations.end(self._uid, OperationState.FAILED, message)
+            await self._context.operations.end(operation.id, OperationState.FAILED, message)

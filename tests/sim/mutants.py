@@ -13,6 +13,7 @@ from unittest.mock import patch
 from chv.agent import cascade, recovery, tables
 from chv.agent.ledger import Ledger
 from chv.agent.records import Change, Record
+from chv.agent.simple import SimpleReconciler
 from chv.agent.vm import apply, ending, model, observe, plan, reconciler
 from chv.agent.vm.model import (
     DesiredVm,
@@ -26,6 +27,7 @@ from chv.agent.vm.steps import (
     Step,
     StopStep,
 )
+from chv.common.wire.agent import OperationState
 
 Planner = Callable[[DesiredVm, ObservedVm], list[Step]]
 
@@ -211,7 +213,20 @@ def a_crash_is_a_stop() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_pass_ends_a_newer_operation() -> Iterator[None]:
+    """What a pass began for one operation ends the one that came meanwhile."""
+
+    async def settle(self: SimpleReconciler, message: str) -> None:
+        current = self._context.operations.current_id(self._uid)
+        await self._context.operations.end(current, OperationState.SUCCEEDED, message)
+
+    with patch.object(SimpleReconciler, "settle", settle):
+        yield
+
+
 MUTANTS = (
+    a_pass_ends_a_newer_operation,
     spawn_without_asking_for_the_intent,
     close_volumes_before_the_vmm_is_gone,
     forget_nics_at_delete,

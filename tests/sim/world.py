@@ -8,12 +8,12 @@ from datetime import datetime, timedelta
 import anyio
 
 from chv.agent.ports import Limits, World
-from chv.agent.records import Change, RequestRow, Snapshot
+from chv.agent.records import Change, PutOperation, RequestRow, Snapshot
 from chv.agent.store_memory import MemoryStore
 from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.virtual_time import EPOCH
-from chv.common.wire.agent import Operation
+from chv.common.wire.agent import Operation, OperationState
 from tests.sim.chaos import Chaos
 from tests.sim.daemons import SimCaller
 from tests.sim.vmms import SimGuests, SimHost, SimImages, SimSeeds, SimVmms
@@ -51,10 +51,11 @@ class SimGate:
 class SimStore:
     """The durable store as one life sees it: every call is a seam."""
 
-    def __init__(self, store: MemoryStore, chaos: Chaos, life: int) -> None:
-        self._store = store
-        self._chaos = chaos
-        self._life = life
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._store = machine.store
+        self._chaos = machine.chaos
+        self._life = machine.chaos.life
 
     async def load(self) -> Snapshot:
         return await self._chaos.seam(
@@ -64,7 +65,7 @@ class SimStore:
     async def commit(self, changes: tuple[Change, ...]) -> None:
         names = ",".join(type(change).__name__ for change in changes)
         await self._chaos.seam(
-            self._life, f"store.commit {names}", lambda: self._store.tables.apply(changes)
+            self._life, f"store.commit {names}", lambda: self._machine.commit(changes)
         )
 
     async def operation(self, operation_id: str) -> Operation | None:
@@ -105,6 +106,22 @@ class Machine:
         row = self.store.tables.workers.get(vm_uid)
         return row is not None and row.worker_id == worker_id
 
+    def commit(self, changes: tuple[Change, ...]) -> None:
+        """Store the changes, and see that an operation succeeds only with what it is for."""
+        self.store.tables.apply(changes)
+        for change in changes:
+            if isinstance(change, PutOperation):
+                self._check_success(change.operation)
+
+    def _check_success(self, operation: Operation) -> None:
+        if operation.state is not OperationState.SUCCEEDED:
+            return
+        if operation.verb == "delete" and operation.uid not in self.store.tables.tombstones:
+            self._violate(f"I10: {operation.id} has deleted {operation.name}, which is there")
+        process = self.host.live(operation.uid)
+        if operation.verb == "stop" and process is not None:
+            self._violate(f"I10: {operation.id} has stopped {operation.name}, which runs")
+
     def world(self) -> World:
         """Return the world for a new life."""
         chaos, life, host = self.chaos, self.chaos.life, self.host
@@ -127,4 +144,4 @@ class Machine:
 
     def agent_store(self) -> SimStore:
         """Return the store for a new life."""
-        return SimStore(self.store, self.chaos, self.chaos.life)
+        return SimStore(self)

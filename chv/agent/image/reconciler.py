@@ -35,7 +35,7 @@ FAILPOINTS = tuple(
 class ImageReconciler(SimpleReconciler):
     """The reconciler of one image."""
 
-    async def reconcile(self, stored: StoredObject) -> Outcome:
+    async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
         image = _image(stored)
         self._context.looked_at(self._uid)

@@ -25,7 +25,7 @@ FAILPOINTS = tuple(
 class NetworkReconciler(SimpleReconciler):
     """The reconciler of one network."""
 
-    async def reconcile(self, stored: StoredObject) -> Outcome:
+    async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
         listed = (await self._context.networks.fresh()).networks
         seen = next((each for each in listed if each.network_id == self._uid), None)

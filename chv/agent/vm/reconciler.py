@@ -56,7 +56,8 @@ class VmReconciler:
         self._watched = ""
         self._state: VmmState | None = None
         self._started_at = ""
-        self._operation: tuple[str, float] = ("", 0.0)
+        self._serving = ""  # the operation that the pass works for; a newer one is not its to end
+        self._since: tuple[str, float] = ("", 0.0)
         self._problem = ""
 
     def serve(self, group: TaskGroup) -> None:
@@ -67,6 +68,7 @@ class VmReconciler:
     async def reconcile(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
         self._problem = ""
+        self._serving = self._context.operations.current_id(self._uid)
         outcome: Outcome | None = None
         try:
             outcome = await self._look_and_act(stored)
@@ -97,7 +99,7 @@ class VmReconciler:
                 return Gone()
         if steps:
             return Again()
-        await self._settle(desired, sight)
+        await self._settle(desired)
         return Done()
 
     async def _apply(self, applier: Applier, step: Step) -> None:
@@ -142,21 +144,19 @@ class VmReconciler:
         await self._context.operations.note(self._uid, step.message)
         await self._expire()
 
-    async def _settle(self, desired: DesiredVm, sight: Sight) -> None:
+    async def _settle(self, desired: DesiredVm) -> None:
         """Everything is as wanted: say so on the operation."""
-        operation = self._context.operations.current(self._uid)
-        if operation is None:
-            return
+        operation = self._context.ledger.tables.operations.get(self._serving)
         stored = self._context.stored(self._uid)
-        if stored is None or not self._still(desired):
+        if operation is None or stored is None:
             return
         facts = facts_of(stored)
         if facts.given_up or (operation.verb in ("start", "restart") and not desired.running):
             message = facts.given_up or facts.last_stop
-            await self._context.operations.end(self._uid, OperationState.FAILED, message)
+            await self._context.operations.end(operation.id, OperationState.FAILED, message)
             return
         message = "running" if desired.running else (operation.message or "stopped")
-        await self._context.operations.end(self._uid, OperationState.SUCCEEDED, message)
+        await self._context.operations.end(operation.id, OperationState.SUCCEEDED, message)
 
     async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:
         """Show the error; a final one ends the operation."""
@@ -169,7 +169,7 @@ class VmReconciler:
         sight = await observe(self._context, stored, desired, self._memory)
         await self._show(desired, sight, [])
         await self._context.operations.end(
-            self._uid, OperationState.FAILED, str(error), error.data()
+            self._serving, OperationState.FAILED, str(error), error.data()
         )
 
     async def _expire(self) -> None:
@@ -178,11 +178,11 @@ class VmReconciler:
         now = self._context.world.clock.monotonic()
         if operation is None:
             return
-        if operation.id != self._operation[0]:
-            self._operation = (operation.id, now)
-        elif now - self._operation[1] > OPERATION_S:
+        if operation.id != self._since[0]:
+            self._since = (operation.id, now)
+        elif now - self._since[1] > OPERATION_S:
             message = f"no success within {OPERATION_S:.0f} s: {operation.message}"
-            await self._context.operations.end(self._uid, OperationState.FAILED, message)
+            await self._context.operations.end(operation.id, OperationState.FAILED, message)
 
     # --- what accompanies the VM
 

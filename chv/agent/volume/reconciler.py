@@ -30,7 +30,7 @@ FAILPOINTS = tuple(
 class VolumeReconciler(SimpleReconciler):
     """The reconciler of one volume."""
 
-    async def reconcile(self, stored: StoredObject) -> Outcome:
+    async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
         listed = (await self._context.volumes.fresh()).volumes
         seen = next((each for each in listed if each.volume_id == self._uid), None)
