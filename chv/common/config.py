@@ -60,8 +60,12 @@ class ApiConfig(_Table, frozen=True):
 
 
 class NetworkConfig(_Table, frozen=True):
-    """`[network]`: the addresses nwd may take, and those it must stay away from."""
+    """`[network]`: the addresses nwd may take, and those it must stay away from.
 
+    `host_netns` is the namespace whose uplink the networks use; empty: the one nwd starts in.
+    """
+
+    host_netns: PathText = ""
     uplink_pool: Text = "169.254.64.0/18"
     forwarders: Annotated[list[Text], Meta(max_length=8)] = []
     dhcp_lease_s: Annotated[int, Meta(ge=120, le=604_800)] = 3600
@@ -189,6 +193,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
     yield "node.run_dir", config.node.run_dir
     yield "node.state_dir", config.node.state_dir
     yield "images.cache_dir", config.images.cache_dir
+    if config.network.host_netns:
+        yield "network.host_netns", config.network.host_netns
     for index, path in enumerate(config.storage.allowed_paths):
         yield f"storage.allowed_paths[{index}]", path
     for key in ("qemu_binary", "cloud_hypervisor_binary"):

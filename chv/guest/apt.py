@@ -29,6 +29,12 @@ DOWNLOAD_PREFIX = ".download-"
 RESOLUTION = "resolution.json"
 QUERY_TIMEOUT_S = 60.0
 DOWNLOAD_TIMEOUT_S = 600.0
+# By itself apt waits two minutes for each mirror address that does not answer, again and again.
+IMPATIENT = (
+    *("-o", "Acquire::http::Timeout=15"),
+    *("-o", "Acquire::https::Timeout=15"),
+    *("-o", "Acquire::Retries=1"),
+)
 APT_VARIABLES = ("http_proxy", "https_proxy", "no_proxy", "APT_CONFIG")
 APT_USER = "_apt"
 ONLY_DEPENDS = (
@@ -157,7 +163,7 @@ async def _download(missing: list[Package], cache: Path, progress: Progress) -> 
     with _download_dir(cache) as directory:
         exact = [f"{package.name}={package.version}" for package in missing]
         done = await run(
-            ["apt-get", "-q", "download", *exact],
+            ["apt-get", "-q", *IMPATIENT, "download", *exact],
             timeout_s=DOWNLOAD_TIMEOUT_S,
             check=False,
             environment=_apt_environment(),

@@ -49,7 +49,11 @@ POLL_S = 0.05
 STOP_GRACE_S = 10.0
 COMMAND_TIMEOUT_S = 10.0
 READY = "TenantReady"
-PASSED_ENVIRONMENT = ("CHV_VMM", "CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD")
+# What a background agent gets of ours: settings for tests, and the way to Debian's mirror.
+PASSED_ENVIRONMENT = (
+    *("CHV_VMM", "CHV_FAKE", "CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD"),
+    *("http_proxy", "https_proxy", "no_proxy", "APT_CONFIG"),
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,9 @@ def make(directory: Path, *, sandboxed: bool) -> DevNode:
     config = Config()
     instance = _free_instance(config)
     named = msgspec.structs.replace(config.node, instance=instance)
-    config = msgspec.structs.replace(config, node=named)
+    host_netns = Sandbox(instance).host_path if sandboxed else ""
+    network = msgspec.structs.replace(config.network, host_netns=host_netns)
+    config = msgspec.structs.replace(config, node=named, network=network)
     if sandboxed:
         atomic_write(directory / "sandbox", b"", mode=0o644)
     layout = configuration.resolve_layout(config)
@@ -141,7 +147,6 @@ async def start(node: DevNode) -> int:
             argv=(*agent_argv(node), "--worker-id", worker_id),
             environment=environment,
             log_path=str(node.layout.logs / "agent.log"),
-            netns=node.sandbox.host_path if node.sandbox else "",
             no_new_privs=False,
             umask=0o022,
         )

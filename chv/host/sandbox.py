@@ -2,10 +2,11 @@
 
 Two namespaces and one veth pair, nothing in the machine's own namespace:
 
-    chvbox-<instance>-host, the node            chvbox-<instance>-wan
+    chvbox-<instance>-host, nwd's host          chvbox-<instance>-wan
             up0 198.18.0.2/24  <---- veth ---->  up0 198.18.0.1/24
 
-198.18.0.0/15 is set aside for test networks (RFC 2544), so it collides with nobody's real uplink.
+Only the node's networks live there: nwd takes it for the host (`network.host_netns`). The agent
+stays outside, since it has packages to fetch. 198.18.0.0/15 is set aside for test networks (RFC 2544), so it collides with nobody's real uplink.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Sandbox:
 
     @property
     def host(self) -> str:
-        """Name of the namespace in which the node lives."""
+        """Name of the namespace that nwd takes for the host's."""
         return f"chvbox-{self.instance}-host"
 
     @property
@@ -41,7 +42,7 @@ class Sandbox:
 
     @property
     def host_path(self) -> str:
-        """Path of the node's namespace."""
+        """Path of that namespace."""
         return str(NETNS_ROOT / self.host)
 
     def exists(self) -> bool:

@@ -3,7 +3,7 @@
 Takes its lock, binds its socket and answers UNAVAILABLE while it re-reads the world, then serves
 until SIGTERM or SIGINT. Its end, however it comes, tears nothing down: networks and their dnsmasq
 go on. Fails to start with one JSON line that says why and the exit code of that error. The host's
-namespace is the one it is started in.
+namespace is the one it is started in, or the one that `network.host_netns` names.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from chv import VERSION
 from chv.common import config as configuration
 from chv.common import failpoint, logs
 from chv.common.clock import SystemClock, boot_id
-from chv.common.errors import ChvError
+from chv.common.errors import ChvError, FailedPrecondition
 from chv.common.files import FileLock, ensure_dir
 from chv.common.layout import Layout
-from chv.common.process import choose_provider
+from chv.common.process import choose_provider, syscalls
 from chv.common.rpc import Server
 from chv.common.store import Store
 from chv.common.wire.nwd import METHODS
@@ -121,6 +121,22 @@ def _prepare(layout: Layout) -> None:
     ensure_dir(layout.api, mode=0o750, gid=-1)
 
 
+def _enter(path: str) -> None:
+    """Move this process into the host's namespace; before the first thread, so all are in it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            syscalls.join_netns(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise FailedPrecondition(
+            f"cannot enter the network namespace {path!r}: {error.strerror}",
+            field="network.host_netns",
+            hint="it is gone after a reboot; `chv up` makes a sandbox's again",
+        ) from error
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Start from the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="chv-nwd", description="The network daemon of CHV.")
@@ -134,6 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
         layout = configuration.resolve_layout(config)
         _prepare(layout)
         with FileLock.acquire(layout.lock(DAEMON)):
+            if config.network.host_netns:
+                _enter(config.network.host_netns)
             anyio.run(serve, config, layout)
     except ChvError as error:
         log.error("failed", error=error)

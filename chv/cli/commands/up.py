@@ -42,10 +42,7 @@ def _foreground(node: devnode.DevNode) -> int:
     if running := devnode.agent_process(node):
         raise Conflict(f"the node runs already, agent pid {running.pid}", hint="`chv down` first")
     anyio.run(devnode.prepare, node)
-    argv = devnode.agent_argv(node)
-    if node.sandbox:
-        argv = ("ip", "netns", "exec", node.sandbox.host, *argv)
-    return run_foreground(argv)
+    return run_foreground(devnode.agent_argv(node))
 
 
 def down(arguments: argparse.Namespace) -> int:
