@@ -15,8 +15,9 @@ from chv.common.errors import Conflict, NotFound, OwnershipConflict
 from chv.common.failpoint import failpoint, failpoint_sync
 from chv.nwd import runfiles, settings, steps
 from chv.nwd.blueprint import Blueprint, alias_prefix
-from chv.nwd.kernel import netns, sysctl, tap
-from chv.nwd.kernel.rtnl import Link, Rtnl
+from chv.nwd.kernel import links, netns, sysctl, tap
+from chv.nwd.kernel.links import Link
+from chv.nwd.kernel.rtnl import Rtnl
 from chv.nwd.nft.ruleset import Applied
 from chv.nwd.observe import Sockets
 from chv.nwd.parts import Parts
@@ -76,7 +77,8 @@ class Work:
             case steps.MakeUplink(host=host, inner=inner):
                 await self._make_uplink(host, inner)
             case steps.MakeTap(link=link):
-                await netns.inside(self._path, lambda: tap.make(link.name, link.owner_uid))
+                found = await netns.inside(self._path, lambda: _make_tap(link))
+                self._sockets.links.update(found)
             case steps.LoadRules():
                 await self._load_rules()
             case (
@@ -260,6 +262,12 @@ class Work:
             process.worker_id,
             self._blueprint.desired.files,
         )
+
+
+def _make_tap(wanted: WantedLink) -> dict[str, Link]:
+    """In the namespace: make it, and see what the kernel made of it."""
+    tap.make(wanted.name, wanted.owner_uid)
+    return links.read([wanted.name])
 
 
 def _differing() -> dict[str, str]:

@@ -153,10 +153,13 @@ def _rules(
         subnet=network.topology.subnet,
         gateway=network.topology.gateway,
         forwarders=forwarders(settings, network),
-        nics=[
-            NicRules(layout.tap(nic.nic_id), nic.mac, nic.address, nic.guest_ports) for nic in nics
-        ],
+        nics=[_nic_rules(layout, nic) for nic in nics],
     )
+
+
+def _nic_rules(layout: Layout, nic: Nic) -> NicRules:
+    ports = tuple(nic.guest_ports)
+    return NicRules(layout.tap(nic.nic_id), nic.mac, nic.address, ports)
 
 
 def _dns_network(layout: Layout, settings: Settings, network: Network) -> DnsNetwork:

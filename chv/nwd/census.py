@@ -12,8 +12,7 @@ from chv.common.wire.types import CensusItem
 from chv.nwd import runfiles
 from chv.nwd.blueprint import alias_prefix
 from chv.nwd.host import NOTES
-from chv.nwd.kernel import netns
-from chv.nwd.kernel.rtnl import open_rtnl
+from chv.nwd.kernel import links, netns
 from chv.nwd.nft import host_rules
 from chv.nwd.parts import Parts
 
@@ -51,8 +50,7 @@ def _namespaces(parts: Parts) -> list[CensusItem]:
 
 async def _host_links(parts: Parts) -> list[CensusItem]:
     prefix = alias_prefix(parts.layout)
-    async with open_rtnl() as rtnl:
-        links = await rtnl.links()
+    found = await anyio.to_thread.run_sync(links.read_all)
     return [
         CensusItem(
             kind="link",
@@ -61,7 +59,7 @@ async def _host_links(parts: Parts) -> list[CensusItem]:
             known=owner in parts.records.networks,
             detail=link.alias,
         )
-        for link in links.values()
+        for link in found.values()
         if link.alias.startswith(prefix)
     ]
 
@@ -72,9 +70,8 @@ async def _taps(parts: Parts) -> list[CensusItem]:
     for name in await anyio.to_thread.run_sync(netns.names, parts.layout.netns_prefix):
         if await anyio.to_thread.run_sync(netns.presence, name) is not netns.Presence.PRESENT:
             continue
-        async with open_rtnl(netns.path_of(name)) as rtnl:
-            links = await rtnl.links()
-        for link in links.values():
+        found = await netns.inside(netns.path_of(name), links.read_all)
+        for link in found.values():
             if link.kind == "tun":
                 nic_id = link.alias.rpartition(":")[2]
                 known = nic_id in parts.records.nics

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from chv.nwd.nft.text import digest
 PROGRAM = "dnsmasq"
 HOSTS, NAMES = "hosts", "names"
 LOG = "dnsmasq.log"
+LINES_KEPT_MAX = 8192
 # A reverse zone ends at an octet: /12 takes 16 of them, the most there can be is 128.
 _OCTET_BITS = 8
 _PATH = re.compile(r"^/[A-Za-z0-9/._:-]+\Z")
@@ -92,19 +94,31 @@ def configuration(network: DnsNetwork) -> str:
 
 def hosts_file(nics: Sequence[DnsNic], lease_s: int) -> str:
     """Return the fixed addresses. `id:*`: whatever client id a guest sends does not matter."""
-    return "".join(
-        f"{check_mac(nic.mac)},id:*,{IPv4Address(nic.address)},{_label(nic.hostname)},{lease_s}\n"
-        for nic in _sorted(nics)
-    )
+    return "".join(_host_line(nic, lease_s) for nic in _sorted(nics))
 
 
 def names_file(nics: Sequence[DnsNic], domain: str) -> str:
     """Return addresses and names, in the format of /etc/hosts. The reverse follows from it."""
     suffix = check_hostname(domain)
-    return "".join(
-        f"{IPv4Address(nic.address)} {_label(nic.hostname)}.{suffix} {_label(nic.hostname)}\n"
-        for nic in _sorted(nics)
-    )
+    return "".join(_name_line(nic, suffix) for nic in _sorted(nics))
+
+
+# A change of one NIC renders all: what did not change comes from memory.
+@lru_cache(LINES_KEPT_MAX)
+def _host_line(nic: DnsNic, lease_s: int) -> str:
+    address, name = IPv4Address(nic.address), _label(nic.hostname)
+    return f"{check_mac(nic.mac)},id:*,{address},{name},{lease_s}\n"
+
+
+@lru_cache(LINES_KEPT_MAX)
+def _name_line(nic: DnsNic, suffix: str) -> str:
+    name = _label(nic.hostname)
+    return f"{IPv4Address(nic.address)} {name}.{suffix} {name}\n"
+
+
+@lru_cache(LINES_KEPT_MAX)
+def _order(nic: DnsNic) -> int:
+    return int(IPv4Address(nic.address))
 
 
 def files(nics: Sequence[DnsNic], network: DnsNetwork) -> dict[str, str]:
@@ -141,4 +155,4 @@ def _label(hostname: str) -> str:
 
 
 def _sorted(nics: Sequence[DnsNic]) -> list[DnsNic]:
-    return sorted(nics, key=lambda nic: int(IPv4Address(nic.address)))
+    return sorted(nics, key=_order)

@@ -76,7 +76,7 @@ class Networks:
         status, message = self._status(row)
         topology, slot = row.topology, row.uplink_slot
         uplink = ""
-        if slot is not None:
+        if slot is not None and has_uplink(row):
             uplink = uplink_addresses(self._parts.settings.uplink_pool, slot)[1]
         return NetworkInfo(
             network_id=network_id,

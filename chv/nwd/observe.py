@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import anyio.to_thread
 
 from chv.nwd import runfiles, settings
-from chv.nwd.kernel import netns, nft_generation, sysctl
-from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, Link, Rtnl, adopt_socket, open_rtnl, open_socket
+from chv.nwd.kernel import links, netns, nft_generation, sysctl
+from chv.nwd.kernel.links import Link
+from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, Rtnl, adopt_socket, open_rtnl, open_socket
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, NetnsState, ObservedNetwork, SeenLink
 
@@ -30,7 +31,7 @@ class Sockets:
 
     async def adopt(self, fd: int) -> Rtnl:
         """Use a socket that was opened in the network's namespace."""
-        self._inner = await self._stack.enter_async_context(adopt_socket(fd))
+        self._inner = await self._stack.enter_async_context(adopt_socket(fd, self._path))
         return self._inner
 
     async def inner(self) -> Rtnl:
@@ -56,10 +57,11 @@ class _Look:
     inode: int = 0
     generation: int = 0
     sysctls_right: bool = False
+    links: Mapping[str, Link] = field(default_factory=dict)
 
 
-def _look(parts: Parts, network_id: str, check_sysctls: bool) -> _Look:
-    """In a thread: everything that blocks."""
+def _look(parts: Parts, network_id: str, names: Sequence[str]) -> _Look:
+    """In a thread: everything that blocks; without `names` every link and setting."""
     state = NetnsState(netns.presence(parts.layout.netns(network_id)).value)
     files = runfiles.files_digest(parts.layout.network_run(network_id))
     if state is not NetnsState.PRESENT:
@@ -67,28 +69,29 @@ def _look(parts: Parts, network_id: str, check_sysctls: bool) -> _Look:
     path = parts.netns_path(network_id)
 
     def visit() -> _Look:
-        right = not (check_sysctls and sysctl.differing(settings.SYSCTLS))
+        right = bool(names) or not sysctl.differing(settings.SYSCTLS)
         generation = nft_generation.read()
-        return _Look(state, files, open_socket(), netns.inode(path), generation, right)
+        found = links.read(names) if names else links.read_all()
+        return _Look(state, files, open_socket(), netns.inode(path), generation, right, found)
 
     return netns.call_in(path, visit)
 
 
 async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNetwork:
     """Return everything about a network."""
-    look = await anyio.to_thread.run_sync(_look, parts, network_id, True)
+    look = await anyio.to_thread.run_sync(_look, parts, network_id, ())
     if look.state is not NetnsState.PRESENT:
         return replace(
             await _around(parts, network_id, look),
             host_uplink=await _host_uplink(parts, network_id, sockets),
         )
     rtnl = await sockets.adopt(look.socket)
-    sockets.links = await rtnl.links()
-    links = seen(sockets.links, await rtnl.addresses())
+    sockets.links = dict(look.links)
+    inner = seen(sockets.links, await rtnl.addresses())
     routes = await rtnl.routes()
     return replace(
         await _around(parts, network_id, look),
-        links=links,
+        links=inner,
         bridge=sockets.links[BRIDGE].index if BRIDGE in sockets.links else 0,
         host_uplink=await _host_uplink(parts, network_id, sockets),
         default_gateway=routes.get(DEFAULT_ROUTE, ""),
@@ -99,14 +102,11 @@ async def observe_nic(
     parts: Parts, network_id: str, tap: str, sockets: Sockets
 ) -> ObservedNetwork | None:
     """Return what concerns one NIC; None where the network around it needs a whole look."""
-    look = await anyio.to_thread.run_sync(_look, parts, network_id, False)
+    look = await anyio.to_thread.run_sync(_look, parts, network_id, (BRIDGE, tap))
     if look.state is not NetnsState.PRESENT:
         return None
-    rtnl = await sockets.adopt(look.socket)
-    for name in (BRIDGE, tap):
-        link = await rtnl.link(name)
-        if link is not None:
-            sockets.links[name] = link
+    await sockets.adopt(look.socket)
+    sockets.links = dict(look.links)
     bridge = sockets.links.get(BRIDGE)
     if bridge is None or not bridge.up:
         return None
@@ -156,9 +156,9 @@ def _rules(parts: Parts, network_id: str, look: _Look) -> str:
     return applied.digest if right else ""
 
 
-def seen(links: Mapping[str, Link], addresses: Mapping[int, frozenset[str]]) -> dict[str, SeenLink]:
+def seen(found: Mapping[str, Link], addresses: Mapping[int, frozenset[str]]) -> dict[str, SeenLink]:
     """Return links as the planner sees them: names instead of numbers."""
-    names = {link.index: link.name for link in links.values()}
+    names = {link.index: link.name for link in found.values()}
     return {
         link.name: SeenLink(
             kind=link.kind,
@@ -171,5 +171,5 @@ def seen(links: Mapping[str, Link], addresses: Mapping[int, frozenset[str]]) -> 
             owner_uid=link.owner_uid,
             addresses=addresses.get(link.index, frozenset()),
         )
-        for link in links.values()
+        for link in found.values()
     }

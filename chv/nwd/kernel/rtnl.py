@@ -1,4 +1,4 @@
-"""Links, addresses and routes of one namespace over one netlink socket.
+"""Changing links, addresses and routes of one namespace over one netlink socket.
 
 A socket lives for one piece of work and has one task as owner (`open_rtnl`): dumps are never run
 at once and a cancelled piece of work throws its socket away, for a half-read dump would spoil the
@@ -12,14 +12,14 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from pyroute2 import AsyncIPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from chv.nwd.kernel import netns
+from chv.nwd.kernel import links, netns
 from chv.nwd.kernel.errors import translated
+from chv.nwd.kernel.links import Link
 
 _IPV4 = socket.AF_INET
 _TABLE_LOCAL = 255
@@ -28,44 +28,17 @@ _ANY = "0.0.0.0"  # noqa: S104  a route's destination, nothing is bound to it
 DEFAULT_ROUTE = f"{_ANY}/0"
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A link as the kernel has it."""
-
-    index: int
-    name: str
-    kind: str = ""
-    mac: str = ""
-    mtu: int = 0
-    up: bool = False
-    alias: str = ""
-    master: int = 0
-    isolated: bool = False
-    owner_uid: int = -1
-
-
 class Rtnl:
     """One task's access to the links of one namespace. Made by `open_rtnl`."""
 
-    def __init__(self, ipr: AsyncIPRoute) -> None:
+    def __init__(self, ipr: AsyncIPRoute, path: str) -> None:
         self._ipr = ipr
-
-    async def links(self) -> dict[str, Link]:
-        """Return every link by name. About 0.3 ms each: not on a hot path."""
-        with translated("listing links"):
-            messages = [message async for message in await self._ipr.get_links()]
-        return {link.name: link for link in map(_link, messages)}
+        self._path = path
 
     async def link(self, name: str) -> Link | None:
         """Return one link."""
-        with translated(f"looking up link {name}"):
-            try:
-                messages = await self._ipr.link("get", ifname=name)
-            except NetlinkError as error:
-                if error.code == errno.ENODEV:
-                    return None
-                raise
-        return _link(messages[0])
+        found = await netns.inside(self._path, lambda: links.read([name]))
+        return found.get(name)
 
     async def add_bridge(self, name: str, mac: str, mtu: int) -> None:
         """Make a bridge with its MAC and MTU from the start: neither then follows a port."""
@@ -169,12 +142,12 @@ async def open_rtnl(path: str = netns.OWN) -> AsyncIterator[Rtnl]:
     """Yield access to the namespace at `path`; the caller's task alone may use it."""
     with translated("opening a netlink socket"):
         fd = await netns.inside(path, open_socket)
-    async with adopt_socket(fd) as rtnl:
+    async with adopt_socket(fd, path) as rtnl:
         yield rtnl
 
 
 @asynccontextmanager
-async def adopt_socket(fd: int) -> AsyncIterator[Rtnl]:
+async def adopt_socket(fd: int, path: str) -> AsyncIterator[Rtnl]:
     """Yield access through a socket from `open_socket`, closed afterwards."""
     try:
         ipr = AsyncIPRoute(fileno=fd)
@@ -182,7 +155,7 @@ async def adopt_socket(fd: int) -> AsyncIterator[Rtnl]:
         os.close(fd)
         raise
     try:
-        yield Rtnl(ipr)
+        yield Rtnl(ipr, path)
     finally:
         ipr.close()
 
@@ -200,28 +173,3 @@ def _attributes(changes: dict[str, Any]) -> dict[str, Any]:
     if "up" in changes:
         attributes["state"] = "up" if changes["up"] else "down"
     return attributes
-
-
-def _link(message: Any) -> Link:
-    information = message.get("linkinfo")
-    kind, owner, isolated = "", -1, False
-    if information is not None:
-        kind = information.get("kind") or ""
-        data = information.get("data")
-        if kind == "tun" and data is not None:
-            owner = -1 if data.get("IFLA_TUN_OWNER") is None else data.get("IFLA_TUN_OWNER")
-        port = information.get("slave_data")
-        if information.get("slave_kind") == "bridge" and port is not None:
-            isolated = bool(port.get("IFLA_BRPORT_ISOLATED"))
-    return Link(
-        index=message["index"],
-        name=message.get("ifname"),
-        kind=kind,
-        mac=message.get("address") or "",
-        mtu=message.get("mtu") or 0,
-        up=bool(message["flags"] & 1),
-        alias=message.get("ifalias") or "",
-        master=message.get("master") or 0,
-        isolated=isolated,
-        owner_uid=owner,
-    )

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from chv.nwd.nft import text
 from chv.nwd.nft.text import Ruleset, SetKey
@@ -22,6 +24,7 @@ TABLES = (("bridge", "chv"), ("inet", "chv"))
 PORT_MAC = SetKey("bridge", "chv", "port_mac")
 PORT_ADDRESS = SetKey("bridge", "chv", "port_address")
 GUEST_PORTS = SetKey("inet", "chv", "guest_ports")
+NICS_KEPT_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class NicRules:
     tap: str
     mac: str
     address: str
-    guest_ports: Sequence[int] = ()
+    guest_ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +58,26 @@ def render(network: NetworkRules) -> Ruleset:
 
 
 def _elements(nics: Sequence[NicRules]) -> dict[SetKey, frozenset[str]]:
-    owned = [(text.link(nic.tap), text.mac(nic.mac), text.address(nic.address)) for nic in nics]
+    each = [_of_nic(nic) for nic in nics]
     return {
-        PORT_MAC: frozenset(text.tuple_of(tap, mac) for tap, mac, _ in owned),
-        PORT_ADDRESS: frozenset(text.tuple_of(*parts) for parts in owned),
-        GUEST_PORTS: frozenset(
-            text.tuple_of(text.address(nic.address), text.port(port))
-            for nic in nics
-            for port in nic.guest_ports
-        ),
+        PORT_MAC: frozenset(elements.mac for elements in each),
+        PORT_ADDRESS: frozenset(elements.address for elements in each),
+        GUEST_PORTS: frozenset(port for elements in each for port in elements.ports),
     }
+
+
+class _NicElements(NamedTuple):
+    mac: str
+    address: str
+    ports: tuple[str, ...]
+
+
+@lru_cache(NICS_KEPT_MAX)
+def _of_nic(nic: NicRules) -> _NicElements:
+    """A change of one NIC renders all: what did not change comes from memory."""
+    tap, mac, address = text.link(nic.tap), text.mac(nic.mac), text.address(nic.address)
+    ports = tuple(text.tuple_of(address, text.port(port)) for port in nic.guest_ports)
+    return _NicElements(text.tuple_of(tap, mac), text.tuple_of(tap, mac, address), ports)
 
 
 _BRIDGE_TABLE = """table bridge chv {

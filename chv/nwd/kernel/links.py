@@ -1,0 +1,105 @@
+"""Reading links: all of a namespace, or a few by name. Call through `netns.inside`.
+
+About 20 microseconds a link; statistics are not asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from chv.nwd.kernel import netlink
+from chv.nwd.kernel.errors import translated
+
+_RTM_GETLINK = 18
+_INFO = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
+_ADDRESS, _IFNAME, _MTU, _MASTER, _LINKINFO, _IFALIAS, _EXT_MASK = 1, 3, 4, 10, 18, 20, 29
+_INFO_KIND, _INFO_DATA, _INFO_SLAVE_KIND, _INFO_SLAVE_DATA = 1, 2, 4, 5
+_TUN_OWNER, _PORT_ISOLATED = 1, 33
+_SKIP_STATISTICS = struct.pack("=I", 8)
+_IFF_UP = 1
+_NO_OWNER = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link as the kernel has it."""
+
+    index: int
+    name: str
+    kind: str = ""
+    mac: str = ""
+    mtu: int = 0
+    up: bool = False
+    alias: str = ""
+    master: int = 0
+    isolated: bool = False
+    owner_uid: int = -1
+
+
+def read_all() -> dict[str, Link]:
+    """Return every link by name."""
+    with translated("listing links"), netlink.open_socket(netlink.ROUTE) as ask:
+        bodies = netlink.ask(ask, _request(netlink.DUMP))
+    return {link.name: link for link in map(parse, bodies)}
+
+
+def read(names: Iterable[str]) -> dict[str, Link]:
+    """Return those of the named links that exist."""
+    found = {}
+    with translated("looking up links"), netlink.open_socket(netlink.ROUTE) as ask:
+        for name in names:
+            link = _read_one(ask, name)
+            if link is not None:
+                found[name] = link
+    return found
+
+
+def _read_one(ask: socket.socket, name: str) -> Link | None:
+    try:
+        wanted = netlink.attribute(_IFNAME, name.encode() + b"\0")
+        return parse(netlink.ask(ask, _request(0, wanted))[0])
+    except OSError as error:
+        if error.errno == errno.ENODEV:
+            return None
+        raise
+
+
+def _request(flags: int, extra: bytes = b"") -> bytes:
+    body = _INFO.pack(0, 0, 0, 0, 0) + netlink.attribute(_EXT_MASK, _SKIP_STATISTICS) + extra
+    return netlink.message(_RTM_GETLINK, flags, body)
+
+
+def parse(body: bytes) -> Link:
+    """Return the link that an RTM_NEWLINK message describes."""
+    _, _, index, flags, _ = _INFO.unpack_from(body)
+    found = dict(netlink.attributes(body, _INFO.size))
+    information = dict(netlink.attributes(found.get(_LINKINFO, b"")))
+    kind = _text(information.get(_INFO_KIND, b""))
+    is_port = _text(information.get(_INFO_SLAVE_KIND, b"")) == "bridge"
+    port = dict(netlink.attributes(information.get(_INFO_SLAVE_DATA, b""))) if is_port else {}
+    data = dict(netlink.attributes(information.get(_INFO_DATA, b""))) if kind == "tun" else {}
+    owner = _number(data.get(_TUN_OWNER, b""), _NO_OWNER)
+    return Link(
+        index=index,
+        name=_text(found.get(_IFNAME, b"")),
+        kind=kind,
+        mac=found.get(_ADDRESS, b"").hex(":"),
+        mtu=_number(found.get(_MTU, b"")),
+        up=bool(flags & _IFF_UP),
+        alias=_text(found.get(_IFALIAS, b"")),
+        master=_number(found.get(_MASTER, b"")),
+        isolated=port.get(_PORT_ISOLATED, b"\0")[0] == 1,
+        owner_uid=-1 if owner == _NO_OWNER else owner,
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.split(b"\0", 1)[0].decode(errors="replace")
+
+
+def _number(data: bytes, default: int = 0) -> int:
+    return int(struct.unpack("=I", data)[0]) if len(data) == 4 else default
