@@ -6,7 +6,8 @@ Two namespaces and one veth pair, nothing in the machine's own namespace:
             up0 198.18.0.2/24  <---- veth ---->  up0 198.18.0.1/24
 
 Only the node's networks live there: nwd takes it for the host (`network.host_netns`). The agent
-stays outside, since it has packages to fetch. 198.18.0.0/15 is set aside for test networks (RFC 2544), so it collides with nobody's real uplink.
+stays outside, since it has packages to fetch. 198.18.0.0/15 is set aside for test networks
+(RFC 2544), so it collides with nobody's real uplink.
 """
 
 from __future__ import annotations
