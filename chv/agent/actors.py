@@ -166,9 +166,9 @@ class Worker:
             return Again()
         permanent = isinstance(error, PERMANENT)
         self._failures += 1
-        log.warning(
-            "agent.reconcile.failed", object=stored.title, error=str(error), final=permanent
-        )
+        # What is tried again is shown on the object; only what is final needs a person.
+        tell = log.warning if permanent else log.info
+        tell("agent.reconcile.failed", object=stored.title, error=str(error), final=permanent)
         try:
             await self._reconciler.failed(stored, error, permanent=permanent)
         except ChvError as second:

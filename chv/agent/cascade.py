@@ -18,6 +18,8 @@ async def finish_delete(context: Context, uid: str) -> None:
         if stored is None:
             return
         await context.ledger.commit_held(*_removal(context, stored))
+    context.seen_at.pop(uid, None)
+    context.encoded.pop(uid, None)
     context.wake_referred(stored)
     for dependent in _dependents(context, stored):
         context.wake(dependent.uid)

@@ -21,6 +21,7 @@ from chv.agent.starts import StartQueue
 from chv.common.clock import timestamp
 from chv.common.rpc import Method
 from chv.common.wire import nwd, stord
+from chv.common.wire.resources import Resource
 from chv.common.wire.types import CallMeta, Empty
 
 BUGS_MAX = 20
@@ -55,6 +56,7 @@ class Context:
         self.sessions = Listing(lambda: self.stord.call(stord.LIST_SESSIONS, Empty()))
         self.networks = Listing(lambda: self.nwd.call(nwd.LIST_NETWORKS, Empty()))
         self.nics = Listing(lambda: self.nwd.call(nwd.LIST_NICS, Empty()))
+        self.encoded: dict[str, tuple[Resource, msgspec.Raw]] = {}  # objects as JSON, by uid
         self.bugs: deque[str] = deque(maxlen=BUGS_MAX)  # what the firewall caught
         self.seen_at: dict[str, float] = {}  # monotonic time of the last full look at an object
 

@@ -39,9 +39,16 @@ def require(context: Context, kind: str, namespace: str, name: str) -> StoredObj
 
 def reply(context: Context, stored: StoredObject) -> api.ObjectReply:
     """Return the object as JSON with the age of what it says."""
-    return api.ObjectReply(
-        object=msgspec.Raw(encode(stored.resource)), age_s=age_s(context, stored)
-    )
+    return api.ObjectReply(object=_encoded(context, stored), age_s=age_s(context, stored))
+
+
+def _encoded(context: Context, stored: StoredObject) -> msgspec.Raw:
+    """Return the object as JSON, made once for each of its versions: long lists are asked for."""
+    known = context.encoded.get(stored.uid)
+    if known is None or known[0] is not stored.resource:
+        known = (stored.resource, msgspec.Raw(encode(stored.resource)))
+        context.encoded[stored.uid] = known
+    return known[1]
 
 
 def listing(context: Context, kind: str, namespace: str) -> api.ListReply:
@@ -51,7 +58,7 @@ def listing(context: Context, kind: str, namespace: str) -> api.ListReply:
         for stored in context.ledger.tables.of_kind(kind)
         if not namespace or stored.resource.metadata.namespace == namespace
     ]
-    items = [msgspec.Raw(encode(stored.resource)) for stored in found]
+    items = [_encoded(context, stored) for stored in found]
     age = max((age_s(context, stored) for stored in found), default=0.0)
     return api.ListReply(items=items, age_s=age)
 
