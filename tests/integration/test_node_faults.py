@@ -1,0 +1,181 @@
+"""Faults of the daemons on a real node: hung, storming, console lost, two at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chv.common.files import FileLock
+from tests.integration.live_node import ROOT, LiveNode, live_node, need, wait_for
+
+pytestmark = [pytest.mark.root, need()]
+
+MANIFEST = """
+apiVersion: compute.chv.dev/v1alpha1
+kind: Volume
+metadata: {name: disk}
+spec: {size: 16Mi, format: raw}
+---
+apiVersion: compute.chv.dev/v1alpha1
+kind: VirtualMachine
+metadata: {name: guest}
+spec: {memory: 64Mi, disks: [{name: data, volume: disk}]}
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
+    with live_node(CHV_VMM="fake") as running:
+        path = tmp_path_factory.mktemp("manifest") / "guest.yaml"
+        path.write_text(MANIFEST)
+        running.cli("apply", "-f", str(path), "--wait")
+        yield running
+
+
+@pytest.mark.parametrize("name", ["stord", "nwd"])
+def test_hung_daemon_degrades_the_node_and_its_return_heals_it(node: LiveNode, name: str) -> None:
+    node.await_state("TenantReady")
+    vmms = node.workers("vmm")
+    pid = node.daemon_pid(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        node.await_state("Degraded", timeout_s=10)
+        assert time.monotonic() - begun < 8  # 5 s and what a loaded machine adds
+        assert "Running" in node.cli("get", "vm").stdout
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    node.await_state("TenantReady")
+    assert node.daemon_pid(name) == pid
+    assert node.workers("vmm") == vmms
+
+
+def test_degraded_node_refuses_creation_and_says_what_is_missing(node: LiveNode) -> None:
+    pid = node.daemon_pid("nwd")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        node.await_state("Degraded", timeout_s=10)
+        done = node.cli("start", "guest", check=False)
+        assert done.returncode == 6
+        assert "NetworkReady" in done.stderr
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    node.await_state("TenantReady")
+
+
+def test_console_holder_is_started_again_and_records_on(node: LiveNode) -> None:
+    before = node.workers("console")
+    (pid,) = before.values()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: set(node.workers("console")) - set(before), 15, "a new console holder")
+    vm_uid = node.get("vm", "guest")["metadata"]["uid"]
+    log = node.dev.layout.vm_state(vm_uid) / "console.log"
+    wait_for(lambda: log.read_text().count("console attached") >= 2, 40, "the line attached again")
+
+
+def test_restart_storm_fails_the_node_until_an_operator_resets_it(node: LiveNode) -> None:
+    vmms = node.workers("vmm")
+    # Held before the kill: whatever nwd is started next finds its lock taken and ends at once.
+    pid = node.daemon_pid("nwd")
+    os.kill(pid, signal.SIGKILL)
+    lock = node.dev.layout.lock("nwd")
+    wait_for(lambda: take(lock), 10, "the lock of nwd")
+    try:
+        node.await_state("Failed", timeout_s=60)
+        status = node.node_status()
+        assert "nwd" in status["transitions"][-1]
+        assert node.cli("stop", "guest", check=False).returncode == 6
+    finally:
+        release(lock)
+    node.cli("node", "reset")
+    node.await_state("TenantReady", timeout_s=30)
+    assert node.workers("vmm") == vmms
+
+
+HELD: dict[Path, object] = {}
+
+
+def take(path: Path) -> bool:
+    """Hold a daemon's lock in this process; False while another one has it."""
+    from chv.common.errors import Conflict
+
+    holder = FileLock.acquire(path)
+    try:
+        holder.__enter__()
+    except Conflict:
+        return False
+    HELD[path] = holder
+    return True
+
+
+def release(path: Path) -> None:
+    holder = HELD.pop(path, None)
+    if holder is not None:
+        holder.__exit__(None, None, None)  # type: ignore[attr-defined]
+
+
+def test_second_agent_on_the_same_node_is_refused(node: LiveNode) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "chv.agent", "--config", str(node.dev.config_path)],
+        capture_output=True, text=True, timeout=30, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 5
+    assert "CONFLICT" in done.stderr
+    assert node.node_status()["state"] == "TenantReady"
+
+
+def test_up_of_a_running_node_changes_nothing(node: LiveNode) -> None:
+    pid = node.daemon_pid("agent")
+    node.up()
+    assert node.daemon_pid("agent") == pid
+
+
+def test_down_leaves_the_vms_and_up_adopts_them(node: LiveNode) -> None:
+    vmms = node.workers("vmm")
+    assert vmms
+    node.down()
+    assert node.workers("vmm") == vmms
+    node.up()
+    assert node.workers("vmm") == vmms
+    assert node.status("guest")["phase"] == "Running"
+
+
+def test_host_reboot_brings_the_vm_back_from_the_store(node: LiveNode) -> None:
+    """All of the instance in memory is gone; the boot id is the one thing that cannot be faked
+    here, so this shows the harder half: the world vanished and the records say otherwise.
+    """
+    dev = node.dev
+    before = node.workers("vmm")
+    node.kill("agent")
+    wait_for(lambda: not pids_of(node), 10, "the end of all three daemons")
+    for kind in ("vmm", "qsd", "dnsmasq", "console"):
+        for pid in node.workers(kind).values():
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(node.workers(k) for k in ("vmm", "qsd")), 10, "the workers' end")
+    subprocess.run(["rm", "-rf", str(dev.layout.run)], check=True)
+    assert dev.sandbox is not None
+    for netns in (dev.sandbox.host, dev.sandbox.wan):
+        subprocess.run(["ip", "netns", "delete", netns], check=True)
+    node.up()
+    wait_for(lambda: set(node.workers("vmm")) - set(before), 40, "a new VMM")
+    wait_for(lambda: node.status("guest")["phase"] == "Running", 30, "a running VM")
+    assert len(node.workers("vmm")) == 1
+
+
+def pids_of(node: LiveNode) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = entry.read_bytes()
+        except OSError:
+            continue
+        if str(node.directory).encode() in text and b"--config" in text:
+            found.append(int(entry.parent.name))
+    return found
