@@ -1,0 +1,59 @@
+"""Reading logs: the end, then what is appended, across a rotation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from chv.agent import log_reader
+from chv.common.errors import NotFound
+
+
+async def test_tail_is_the_last_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("".join(f"{number}\n" for number in range(100)))
+    text, _ = await log_reader.read(path, 3, "daemon/test")
+    assert text == "97\n98\n99\n"
+    assert (await log_reader.read(path, 0, "daemon/test"))[0] == ""
+
+
+async def test_bytes_that_are_not_text_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\xff\xfe\n")
+    assert (await log_reader.read(path, 1, "vm/a"))[0] == "��\n"
+
+
+async def test_nothing_written_yet_names_the_target(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="vm/a"):
+        await log_reader.read(tmp_path / "none", 1, "vm/a")
+
+
+async def test_follow_yields_what_is_appended_and_what_a_rotation_brings(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("old\n")
+    _, start = await log_reader.read(path, 1, "vm/a")
+    seen: list[str] = []
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_collect, path, start, seen)
+            with path.open("a") as stream:
+                stream.write("appended\n")
+            await _until(seen, "appended\n")
+            path.rename(tmp_path / "log.1")
+            path.write_text("rotated\n")
+            await _until(seen, "rotated\n")
+            tasks.cancel_scope.cancel()
+    assert "".join(seen) == "appended\nrotated\n"
+
+
+async def _collect(path: Path, start: os.stat_result, seen: list[str]) -> None:
+    async for chunk in log_reader.follow(path, start):
+        seen.append(chunk)
+
+
+async def _until(seen: list[str], text: str) -> None:
+    while text not in "".join(seen):  # noqa: ASYNC110  the reader polls a file as well
+        await anyio.sleep(0.01)
