@@ -77,7 +77,10 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks: `nox -s bench -- --json FILE [--only AREA]`."""
-    session.install("-q", "-c", "constraints.txt", "grpcio", "protobuf")
+    _python(
+        session, "-m", "pip", "install", "-q", "--disable-pip-version-check",
+        "-c", "constraints.txt", "grpcio", "protobuf",
+    )  # fmt: skip
     _python(session, "-m", "benchmarks", *session.posargs)
 
 

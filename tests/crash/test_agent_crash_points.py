@@ -1,9 +1,8 @@
 """SIGKILL of the agent before and after every step of VM create and VM delete, on a real node.
 
-Real daemons, storage and network; the VMM is the shipped fake. One node goes through all points: a
-run is armed with a failpoint of the create, the agent dies there; the next run is armed with the
-same moment of the delete and first has to finish the create. At most one VMM may ever live, and
-at the end nothing may be left.
+Real daemons, storage and network; the VMM is the shipped fake. At each point an agent that is armed
+with a failpoint dies there, and the next one has to finish the work: at most one VMM lives, a
+VMM that lived is not replaced, and after the delete nothing is left.
 """
 
 from __future__ import annotations
