@@ -2,15 +2,19 @@
 
 What the node is stands in `<dir>/node.toml` (its configuration, instance included) and
 `<dir>/socket` (the agent's socket, where the CLI looks). Everything else is where Layout says.
-`up` is idempotent and also the way back after a crash; `down` ends the daemons alone.
+`up` is idempotent and also the way back after a crash; `down` ends the daemons alone. What changes
+the node holds a lock on its directory, so that two at once end up with one node.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +52,7 @@ KIND = "agent"
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
 COMMAND_TIMEOUT_S = 10.0
+LOCK_TIMEOUT_S = 60.0
 READY = "TenantReady"
 # What a background agent gets of ours: settings for tests, and the way to Debian's mirror.
 PASSED_ENVIRONMENT = (
@@ -94,7 +99,9 @@ def find(directory: Path) -> DevNode:
 
 def make(directory: Path, *, sandboxed: bool) -> DevNode:
     """Return the node of a directory, made where there is none."""
-    if exists(directory):
+    with _alone(directory):
+        if not exists(directory):
+            return _made(directory.absolute(), sandboxed=sandboxed)
         node = find(directory)
         if (node.sandbox is not None) is not sandboxed:
             was = "sandbox" if node.sandbox else "host"
@@ -103,8 +110,54 @@ def make(directory: Path, *, sandboxed: bool) -> DevNode:
                 hint="`chv down --purge` removes it",
             )
         return node
-    directory = directory.absolute()
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold the lock on a node's directory, made where it is missing; wait for its turn."""
+    fd = _lock(directory)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+@asynccontextmanager
+async def _alone_async(directory: Path) -> AsyncIterator[None]:
+    fd = await anyio.to_thread.run_sync(_lock, directory)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(directory: Path) -> int:
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while (fd := _try_lock(directory)) is None:
+        if time.monotonic() > deadline:
+            raise Conflict(
+                f"{directory} is locked by another `chv up` or `chv down`",
+                hint="see what keeps it, or end it",
+            )
+        time.sleep(POLL_S)
+    return fd
+
+
+def _try_lock(directory: Path) -> int | None:
     ensure_dir(directory, mode=0o755, uid=-1, gid=-1)
+    # The directory itself: there is no lock file to leave behind.
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), directory.stat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass  # held, or removed by the one that held it
+    os.close(fd)
+    return None
+
+
+def _made(directory: Path, *, sandboxed: bool) -> DevNode:
     config = Config()
     instance = _free_instance(config)
     named = msgspec.structs.replace(config.node, instance=instance)
@@ -113,11 +166,15 @@ def make(directory: Path, *, sandboxed: bool) -> DevNode:
     config = msgspec.structs.replace(config, node=named, network=network)
     if sandboxed:
         atomic_write(directory / "sandbox", b"", mode=0o644)
-    layout = configuration.resolve_layout(config)
-    atomic_write(directory / "socket", f"{layout.socket(KIND)}\n".encode(), mode=0o644)
+    _point_at(directory, configuration.resolve_layout(config))
     # Last: the file whose presence says that the node exists.
     atomic_write(directory / "node.toml", configuration.dump(config).encode(), mode=0o644)
     return find(directory)
+
+
+def _point_at(directory: Path, layout: Layout) -> None:
+    """Write where the CLI finds the agent."""
+    atomic_write(directory / "socket", f"{layout.socket(KIND)}\n".encode(), mode=0o644)
 
 
 def _free_instance(config: Config) -> str:
@@ -136,9 +193,14 @@ def _free_instance(config: Config) -> str:
 
 async def start(node: DevNode) -> int:
     """Start the agent in the background unless it runs; return its pid."""
-    if running := agent_process(node):
-        return running.pid
-    await prepare(node)
+    async with _alone_async(node.directory):
+        if running := agent_process(node):
+            return running.pid
+        await _prepare(node)
+        return await _spawn(node)
+
+
+async def _spawn(node: DevNode) -> int:
     worker_id = node.layout.worker_id(KIND, NODE_UID, Ids().nonce())
     environment = {key: os.environ[key] for key in PASSED_ENVIRONMENT if key in os.environ}
     record = await choose_provider(node.layout).spawn(
@@ -156,6 +218,12 @@ async def start(node: DevNode) -> int:
 
 async def prepare(node: DevNode) -> None:
     """Make what the agent needs before it starts: its sandbox and its log directory."""
+    async with _alone_async(node.directory):
+        await _prepare(node)
+
+
+async def _prepare(node: DevNode) -> None:
+    _point_at(node.directory, node.layout)
     ensure_dir(node.layout.state_root, mode=0o711)
     ensure_dir(node.layout.state, mode=0o711)
     ensure_dir(node.layout.logs, mode=0o700)
@@ -221,12 +289,13 @@ def _last_log_line(node: DevNode) -> str:
 
 async def stop(node: DevNode) -> bool:
     """Stop the agent, and with it stord and nwd; VMs go on. False when none ran."""
-    running = agent_process(node)
-    if running is None:
-        return False
-    await terminate(running.record(), grace_s=STOP_GRACE_S)
-    await _await_locks_free(node)
-    return True
+    async with _alone_async(node.directory):
+        running = agent_process(node)
+        if running is None:
+            return False
+        await terminate(running.record(), grace_s=STOP_GRACE_S)
+        await _await_locks_free(node)
+        return True
 
 
 async def _await_locks_free(node: DevNode) -> None:
