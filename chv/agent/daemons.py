@@ -203,6 +203,8 @@ class Daemons:
                 )
             except DeadlineExceeded as error:
                 misses += 1
+                # At once, so that no pass of a VM waits out a deadline on it.
+                daemon.link.detach()
                 self._set(daemon, "hung", f"GetHealth unanswered {misses} times")
                 self._events.lost(daemon.name, f"not answering: {error.message}")
                 if misses >= HEALTH_MISSES_MAX:
@@ -210,6 +212,7 @@ class Daemons:
                 continue
             if misses:
                 misses = 0
+                daemon.link.attach(client)
                 self._set(daemon, "ready", "")
                 self._events.ready(daemon.name)
             await anyio.sleep(HEALTH_EVERY_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -55,6 +56,22 @@ def test_hung_daemon_degrades_the_node_and_its_return_heals_it(node: LiveNode, n
     node.await_state("TenantReady")
     assert node.daemon_pid(name) == pid
     assert node.workers("vmm") == vmms
+
+
+def test_vm_is_stopped_at_once_while_the_storage_service_hangs(node: LiveNode) -> None:
+    node.await_state("TenantReady")
+    pid = node.daemon_pid("stord")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        node.await_state("Degraded", timeout_s=10)
+        node.cli("stop", "guest", "--force", "--no-wait")
+        # A question to the hung daemon would be waited for 10 s before the VMM is touched.
+        wait_for(lambda: not node.workers("vmm"), timeout_s=5, what="the VMM to end")
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the agent replaces it after a while
+            os.kill(pid, signal.SIGCONT)
+    node.await_state("TenantReady")
+    node.cli("start", "guest")
 
 
 def test_degraded_node_refuses_creation_and_says_what_is_missing(node: LiveNode) -> None:
