@@ -68,6 +68,7 @@ def open_database(
         db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             db.row_factory = sqlite3.Row
+            _refuse_emptied(db, path, reserve)
             _prepare(db, path, migrations)
         except BaseException:
             db.close()
@@ -87,6 +88,13 @@ def _make_file(path: Path, reserve: Reserve) -> None:
     finally:
         os.close(fd)
     sync_directory(path.parent)
+
+
+def _refuse_emptied(db: sqlite3.Connection, path: Path, reserve: Reserve) -> None:
+    """A file without its write-ahead log can be back at its first page: valid, and forgetful."""
+    tables = "SELECT count(*) FROM sqlite_master"
+    if reserve.path.exists() and db.execute(tables).fetchone()[0] == 0:
+        raise _lost(path, "holds nothing, but was in use")
 
 
 def _prepare(db: sqlite3.Connection, path: Path, migrations: Migrations) -> None:

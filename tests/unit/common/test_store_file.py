@@ -142,6 +142,17 @@ async def test_a_damaged_file_is_data_loss_that_names_file_and_remedy(
     assert "agent.db.before-" in caught.value.hint
 
 
+async def test_a_file_whose_write_ahead_log_is_gone_is_not_taken_for_a_new_one(path: Path) -> None:
+    async with open_store(path) as store:
+        await store.write(partial(put, key="vm", value=b"wanted"))
+        first_page_only = path.read_bytes()
+    path.write_bytes(first_page_only)  # as a kill leaves it, and then the log is lost
+    assert not path.with_name(f"{path.name}-wal").exists()
+    with pytest.raises(DataLoss, match="holds nothing, but was in use"):
+        async with open_store(path):
+            pass
+
+
 @needs_root
 @pytest.mark.root
 async def test_on_a_full_disk_the_reserve_lets_records_go_on(small_disk: Path) -> None:
