@@ -13,6 +13,7 @@ from chv.common import logs
 from chv.common.clock import Clock, timestamp
 from chv.common.errors import (
     ChvError,
+    DataLoss,
     FailedPrecondition,
     InUse,
     InvalidArgument,
@@ -73,6 +74,8 @@ class Volumes:
             raise
         if not created:  # found without a record
             found = await self._backend.inspect(volume_id, spec)
+            if found.state != "open":
+                raise DataLoss(f"the volume is {found.state}: {found.problem}", resource=volume_id)
             if found.size_bytes < spec.size_bytes:
                 await self._backend.grow(volume_id, spec)
         await failpoint("stord.open.after_create")

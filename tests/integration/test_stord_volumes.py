@@ -400,3 +400,19 @@ async def test_census_tells_what_no_record_explains(node: Node) -> None:
     assert items["file", str(node.layout.volume(volume))].known
     assert not items["file", str(node.layout.volume(stray))].known
     assert len(items) == 5
+
+
+@pytest.mark.parametrize("format_name", ["raw", "qcow2"])
+async def test_a_volume_that_was_cut_short_is_told_and_not_served(
+    node: Node, format_name: str
+) -> None:
+    volume = IDS.uid()
+    opened = await node.open(volume, size_bytes=4 * MIB, format=format_name)
+    os.truncate(opened.path, 4096 if format_name == "raw" else 0)
+
+    (seen,) = await node.volumes()
+    with pytest.raises(FailedPrecondition, match="the volume is broken"):
+        await node.attach(volume, IDS.uid())
+
+    assert seen.state == "broken"
+    assert Path(opened.path).stat().st_size in (0, 4096)

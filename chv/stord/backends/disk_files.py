@@ -166,6 +166,10 @@ def inspect(disk: Path, spec: VolumeBackend) -> Inspection:
         size_bytes = virtual_size_bytes(disk, spec.format)
     except (DataLoss, InvalidArgument) as error:
         return Inspection(path=disk, state="broken", problem=error.message)
+    if size_bytes < (described := _described_bytes(disk.parent)):
+        # A guest on a disk that was cut short would read zeros for its data, or worse.
+        problem = f"{str(disk)!r} holds {size_bytes} bytes of the {described} that it had"
+        return Inspection(path=disk, state="broken", problem=problem)
     return Inspection(
         path=disk,
         state="open",
@@ -173,6 +177,17 @@ def inspect(disk: Path, spec: VolumeBackend) -> Inspection:
         allocated_bytes=status.st_blocks * STAT_BLOCK_BYTES,
         direct=takes_direct(disk),
     )
+
+
+def _described_bytes(directory: Path) -> int:
+    """Return the size that the volume has reached; written only after each growth."""
+    try:
+        described = msgspec.json.decode(
+            (directory / "volume.json").read_bytes(), type=VolumeBackend
+        )
+    except (FileNotFoundError, msgspec.DecodeError):
+        return 0
+    return described.size_bytes
 
 
 def virtual_size_bytes(disk: Path, volume_format: VolumeFormat) -> int:
