@@ -40,7 +40,7 @@ class GuestProbe:
                 banner = await _banner(connection)
         if not banner.startswith(b"SSH-2.0-"):
             raise Unavailable(f"no SSH banner from {reply.remote}: {banner[:40]!r}")
-        return f"{banner.decode('ascii', 'replace').strip()} from {reply.remote}"
+        return f"{banner_line(banner)} from {reply.remote}"
 
     async def serial_evidence(self, vm: VmHandle) -> str:
         """Return the last serial line that shows a booted guest, of this incarnation only."""
@@ -56,6 +56,16 @@ class GuestProbe:
             if BOOTED.search(line):
                 return f"serial: {line.strip()}"
         return ""
+
+
+def banner_line(received: bytes) -> str:
+    """Return the identification line as text that is safe to print.
+
+    What follows the line belongs to the key exchange, and the guest chooses every byte: a
+    control character must not reach an operator's terminal.
+    """
+    line = received.split(b"\n", 1)[0].rstrip(b"\r").decode("ascii", "replace")
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 async def _banner(connection: socket.socket) -> bytes:
