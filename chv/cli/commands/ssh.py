@@ -50,6 +50,9 @@ def ssh(arguments: argparse.Namespace) -> int:
         "ProxyCommand": shlex.join(proxy),
         "IdentitiesOnly": "yes",
         "UpdateHostKeys": "no",
+        # A guest that was killed or reset says no goodbye: without these the session would hang.
+        "ServerAliveInterval": "10",
+        "ServerAliveCountMax": "6",
         "LogLevel": "ERROR",
     }
     argv = ["ssh", "-F", "none", "-i", identity]
