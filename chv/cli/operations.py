@@ -42,9 +42,15 @@ def wait(client: BlockingClient, operation_id: str, timeout_s: float) -> Operati
     return operation
 
 
+def label(kind: str, name: str, namespace: str) -> str:
+    """Return how an object is named to people: the namespace only where it is not the default."""
+    where = "" if namespace == "default" else f"{namespace}/"
+    return f"{kind}/{where}{name}"
+
+
 def announce(operation: Operation) -> None:
     """Tell how a final operation went."""
-    target = f"{operation.kind}/{operation.name}"
+    target = label(operation.kind, operation.name, operation.namespace)
     state = "done" if operation.state is OperationState.SUCCEEDED else operation.state.lower()
     detail = f": {operation.message}" if operation.message else ""
     note(f"{target} {operation.verb} {state}{detail}")

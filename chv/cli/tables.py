@@ -102,6 +102,10 @@ def describe(item: Item, operations: Sequence[Operation]) -> None:
     )
     if metadata.get("deletionTimestamp"):
         print(f"  being deleted since {metadata['deletionTimestamp']}")
+    for section in ("labels", "annotations"):
+        if metadata.get(section):
+            pairs = ", ".join(f"{key}={value}" for key, value in sorted(metadata[section].items()))
+            print(f"  {section} {pairs}")
     for section in ("spec", "status"):
         print(f"\n{section.capitalize()}")
         body = {

@@ -40,7 +40,8 @@ def apply(arguments: argparse.Namespace) -> int:
         for result in reply.results:
             dry = " (dry run)" if arguments.dry_run else ""
             if not arguments.output:
-                print(f"{result.kind}/{result.name} {result.action}{dry}")
+                target = operations.label(result.kind, result.name, result.namespace)
+                print(f"{target} {result.action}{dry}")
         if arguments.wait:
             for result in reply.results:
                 if result.operation_id:
@@ -94,6 +95,7 @@ def delete(arguments: argparse.Namespace) -> int:
     targets = _targets(arguments)
     with connect.client(arguments.socket) as client:
         for kind, namespace, name in targets:
+            target = operations.label(kind, name, namespace)
             request = agent.DeleteObject(
                 kind=kind,
                 name=name,
@@ -107,13 +109,13 @@ def delete(arguments: argparse.Namespace) -> int:
                 # Deleting a manifest twice is fine; naming one object that is not there is not.
                 if not (arguments.ignore_not_found or arguments.file):
                     raise
-                output.note(f"{kind}/{name} not found")
+                output.note(f"{target} not found")
                 continue
             if arguments.no_wait:
-                print(f"{kind}/{name} deleting ({operation.id})")
+                print(f"{target} deleting ({operation.id})")
                 continue
             operations.wait(client, operation.id, timeout_s)
-            print(f"{kind}/{name} deleted")
+            print(f"{target} deleted")
     return 0
 
 
