@@ -39,7 +39,9 @@ def check_format(declared: str, header: bytes) -> None:
         )
     if declared == "raw" and header.startswith(QCOW2_MAGIC):
         raise InvalidArgument(
-            "declared raw, but it starts as a qcow2 image", field="format", hint="declare qcow2"
+            "taken as raw, but it starts as a qcow2 image",
+            field="format",
+            hint="declare it: `format: qcow2`, or --format qcow2 of `chv image import`",
         )
     if declared == "qcow2":
         _check_qcow2(header)
