@@ -164,7 +164,9 @@ class Agent:
 
     async def check_host(self) -> None:
         """Look once."""
-        found = await anyio.to_thread.run_sync(host_checks.failures, self.config, self.layout)
+        found = await anyio.to_thread.run_sync(host_checks.failures, self.config)
+        if self.node.state is not NodeState.BOOTSTRAPPING:
+            found += await anyio.to_thread.run_sync(host_checks.shortages, self.layout)
         reason = "ChecksFailed" if found else "ChecksPassed"
         self.node.observe(Predicate.HOST, holds=not found, reason=reason, message="; ".join(found))
 

@@ -1,4 +1,8 @@
-"""What must hold on this machine before the agent starts anything: checked, not assumed."""
+"""What must hold on this machine before the agent starts anything: checked, not assumed.
+
+`failures` are what keeps a node from coming up. `shortages` come and go with what the node does:
+they make it Degraded, in which VMs can still be stopped and deleted, which is what helps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ PROGRAMS = {
 QEMU = {"qemu-system-x86_64": "apt-get install qemu-system-x86"}
 
 
-def failures(config: Config, layout: Layout) -> list[str]:
+def failures(config: Config) -> list[str]:
     """Return what is missing, each with its remedy; empty when the host is fit."""
     found: list[str] = []
     if os.geteuid() != 0:
@@ -33,7 +37,12 @@ def failures(config: Config, layout: Layout) -> list[str]:
     for program, remedy in programs.items():
         if shutil.which(program) is None:
             found.append(f"{program} is missing: {remedy}")
-    free = free_bytes(layout.state)
-    if free < FREE_BYTES_MIN:
-        found.append(f"{free >> 20} MiB free in {layout.state}, needs {FREE_BYTES_MIN >> 20}")
     return found
+
+
+def shortages(layout: Layout) -> list[str]:
+    """Return what there is too little of, now."""
+    free = free_bytes(layout.state)
+    if free >= FREE_BYTES_MIN:
+        return []
+    return [f"{free >> 20} MiB free in {layout.state}, needs {FREE_BYTES_MIN >> 20}"]
