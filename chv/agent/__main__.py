@@ -237,7 +237,7 @@ async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> No
 
 
 def make_directories(layout: Layout, config: Config) -> None:
-    """Make the node's directories with the modes of DESIGN 2. Idempotent."""
+    """Make the node's directories with their modes. Idempotent."""
     ensure_dir(layout.run_root, mode=0o711)
     ensure_dir(layout.run, mode=0o711)
     ensure_dir(layout.api, mode=0o750, gid=_group(config.api.group))

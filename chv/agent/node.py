@@ -1,6 +1,6 @@
 """The node's state machine: one table, one writer, readiness recomputed and never remembered.
 
-`TABLE` is DESIGN 6 as data; a pair that it does not list raises. `RECOMPUTE` stands for "the
+`TABLE` is the whole of it; a pair that it does not list raises. `RECOMPUTE` stands for "the
 highest state that the predicates allow". Pure but for the injected clock; who may do what in
 which state is `NodeState`'s affair too, so that the rule has one home.
 """
@@ -20,7 +20,7 @@ TRANSITIONS_MAX = 50
 
 
 class NodeState(StrEnum):
-    """State names as in DESIGN 6."""
+    """Where a node can be."""
 
     DISCOVERED = "Discovered"
     BOOTSTRAPPING = "Bootstrapping"
@@ -233,7 +233,7 @@ class Node:
             for predicate, fact in self._facts.items()
         ]
 
-    # --- who may do what (DESIGN 6, verbs)
+    # --- who may do what
     def require_create(self, what: str) -> None:
         """Raise FailedPrecondition unless new objects may be made and VMs started."""
         if self.state is not NodeState.TENANT_READY:

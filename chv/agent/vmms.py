@@ -59,7 +59,7 @@ class Vmms:
         return await self._probes.select(choice)
 
     async def prepare(self, vm: VmHandle) -> None:
-        """Make the VM's directories with owner and mode (DESIGN 5)."""
+        """Make the VM's directories with owner and mode."""
         await anyio.to_thread.run_sync(self._make_directories, vm)
 
     def _make_directories(self, vm: VmHandle) -> None:

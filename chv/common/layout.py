@@ -1,4 +1,4 @@
-"""The single authority on where things are and what they are called (DESIGN: directories).
+"""The single authority on where things are and what they are called.
 
 Pure: composes paths and names, makes nothing. Every name that other instances could see carries
 the instance id. Unix socket paths must stay under 108 bytes (sun_path, unix(7)); `check` says

@@ -76,7 +76,7 @@ class ObjectMeta(Struct, kw_only=True, frozen=True, omit_defaults=True):
     owner_references: Annotated[list[OwnerReference], Meta(max_length=8)] = []
     creation_timestamp: str = ""
     deletion_timestamp: str = ""
-    managed_fields: Any = None  # taken from a file and ignored, as the design says
+    managed_fields: Any = None  # taken from a file and ignored, as kubectl writes it
 
 
 class ConditionStatus(StrEnum):

@@ -38,7 +38,7 @@ class VolumeFormat(StrEnum):
 
 
 class CrashClass(StrEnum):
-    """What the loss of the storage daemon means for the VM (DESIGN 7)."""
+    """What the loss of the storage daemon means for the VM."""
 
     KEEP_VM = "keep_vm"
     RESET_VM = "reset_vm"

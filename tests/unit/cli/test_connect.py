@@ -1,4 +1,4 @@
-"""Which agent the CLI speaks to: the order of DESIGN 2, and no guessing."""
+"""Which agent the CLI speaks to: a fixed order, and no guessing."""
 
 from __future__ import annotations
 
