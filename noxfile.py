@@ -19,6 +19,8 @@ nox.options.stop_on_first_error = False
 CODE = ("chv", "tests", "benchmarks", "noxfile.py")
 # What CI takes of each count; the full ones are `long`.
 SIM_SCHEDULES_CI = "500"
+# Two files at once: every test has an instance of its own, and most of them wait for a guest.
+PARALLEL = ("-n", "2", "--dist", "loadfile", "-q")
 SIM_SCHEDULES_LONG = "20000"
 
 
@@ -55,7 +57,7 @@ def contracts(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit and property tests."""
-    _python(session, "-m", "pytest", "tests/unit", "tests/property", *session.posargs)
+    _python(session, "-m", "pytest", *PARALLEL, "tests/unit", "tests/property", *session.posargs)
 
 
 @nox.session
@@ -63,7 +65,7 @@ def sim(session: nox.Session) -> None:
     """The real reconciler against a simulated world: seeded kills and faults on virtual time."""
     schedules = os.environ.get("CHV_SIM_SCHEDULES", SIM_SCHEDULES_CI)
     _python(
-        session, "-m", "pytest", "tests/sim", *session.posargs,
+        session, "-m", "pytest", *PARALLEL, "tests/sim", *session.posargs,
         env={"CHV_SIM_SCHEDULES": schedules},
     )  # fmt: skip
 
@@ -71,7 +73,9 @@ def sim(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Real daemons, namespaces, storage daemons and VMs; real kills."""
-    _python(session, "-m", "pytest", "tests/integration", "tests/crash", *session.posargs)
+    _python(
+        session, "-m", "pytest", *PARALLEL, "tests/integration", "tests/crash", *session.posargs
+    )
 
 
 @nox.session
