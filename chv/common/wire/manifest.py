@@ -13,8 +13,14 @@ from typing import Any
 
 import msgspec
 
-from chv.common.errors import InvalidArgument
-from chv.common.names import check_label_key, check_name, check_namespace, shown
+from chv.common.errors import InvalidArgument, Unsupported
+from chv.common.names import (
+    check_label_key,
+    check_label_value,
+    check_name,
+    check_namespace,
+    shown,
+)
 from chv.common.wire.manifest_rules import check
 from chv.common.wire.resources import KINDS, Resource
 from chv.common.wire.types import API_VERSION
@@ -116,6 +122,16 @@ def _check_head(tree: dict[str, Any]) -> None:
         if isinstance(metadata.get(table), dict):
             for key in metadata[table]:
                 check_label_key(key, field=f"metadata.{table}")
+    if isinstance(metadata.get("labels"), dict):
+        for key, value in metadata["labels"].items():
+            check_label_value(value, field=f"metadata.labels.{key}")
+    if metadata.get("finalizers"):
+        raise Unsupported(
+            "nobody on a single node would ever take a finalizer away",
+            resource=_title(tree),
+            field="metadata.finalizers",
+            hint="leave it out",
+        )
     if "spec" not in tree:
         raise InvalidArgument("there is no spec", resource=_title(tree), field="spec")
 

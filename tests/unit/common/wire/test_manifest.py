@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chv.common.errors import InvalidArgument
+from chv.common.errors import InvalidArgument, Unsupported
 from chv.common.wire.manifest import encode, load_documents, parse
 from chv.common.wire.resources import KINDS, VirtualMachine, Volume
 from chv.common.wire.types import API_VERSION
@@ -215,3 +215,22 @@ def test_a_volume_may_be_read_from_yaml() -> None:
     text = f"apiVersion: {API_VERSION}\nkind: Volume\nmetadata: {{name: d}}\nspec: {{size: 1Gi}}\n"
     (tree,) = load_documents(text)
     assert isinstance(parse(tree), Volume)
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a b", "$(id)", "-rf", "\u00e9", "x" * 64, 5, None])
+def test_label_values_are_those_of_kubernetes(value: Any) -> None:
+    tree = vm()
+    tree["metadata"]["labels"] = {"tier": value}
+    assert refused(tree).field == "metadata.labels.tier"
+    tree["metadata"]["labels"] = {"tier": "Web_1.0", "empty": ""}
+    assert parse(tree).metadata.labels == {"tier": "Web_1.0", "empty": ""}
+
+
+def test_finalizers_are_refused_rather_than_ignored() -> None:
+    tree = vm()
+    tree["metadata"]["finalizers"] = ["example.org/hold"]
+    with pytest.raises(Unsupported) as caught:
+        parse(tree)
+    assert caught.value.field == "metadata.finalizers"
+    tree["metadata"]["finalizers"] = []
+    assert parse(tree).metadata.finalizers == []
