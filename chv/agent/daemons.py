@@ -21,7 +21,7 @@ from anyio.abc import TaskStatus
 from chv.agent.links import DaemonLink
 from chv.common import logs
 from chv.common.clock import Clock, timestamp
-from chv.common.errors import ChvError, DeadlineExceeded, Unavailable
+from chv.common.errors import ChvError, DataLoss, DeadlineExceeded, Unavailable
 from chv.common.layout import Layout
 from chv.common.process import Child, spawn_child
 from chv.common.rpc import Client, Method, connect
@@ -219,8 +219,11 @@ class Daemons:
 
 
 async def _raise_on_exit(child: Child, name: str) -> None:
-    await child.exited()
-    raise Unavailable(f"{name} ended")
+    code = await child.wait()
+    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    if code == DataLoss.exit_code:
+        how += " (DATA_LOSS: a person must look)"
+    raise Unavailable(f"{name} ended {how}, see `chv logs daemon/{name}`")
 
 
 def _check_hello(hello: HelloReply, daemon: _Daemon, instance: str) -> None:

@@ -196,3 +196,17 @@ def pids_of(node: LiveNode) -> list[int]:
         if str(node.directory).encode() in text and b"--config" in text:
             found.append(int(entry.parent.name))
     return found
+
+
+def test_lost_store_of_a_daemon_is_named_in_the_state_of_the_node() -> None:
+    with live_node(CHV_VMM="fake") as node:
+        node.down()
+        for path in node.dev.layout.state.glob("nwd.db*"):
+            if path.suffix != ".reserve":
+                os.truncate(path, 0)
+        refused = node.cli("up", "--dir", str(node.directory), check=False)
+        status = node.node_status()
+        node.dev.layout.database("nwd").with_name("nwd.db.reserve").unlink()  # start anew
+    assert refused.returncode != 0
+    assert status["state"] == "Failed"
+    assert "exit code 11 (DATA_LOSS" in status["transitions"][-1]
