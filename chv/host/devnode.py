@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,20 +38,18 @@ from chv.common.process import (
     FoundWorker,
     SpawnSpec,
     choose_provider,
-    run,
     scan,
     terminate,
 )
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire.agent import NODE_STATUS, NodeStatusReply
 from chv.common.wire.types import Empty
-from chv.host.sandbox import NETNS_ROOT, Sandbox
+from chv.host.sandbox import NETNS_ROOT, Sandbox, remove_netns
 
 NODE_UID = "00000000-0000-4000-8000-000000000000"
 KIND = "agent"
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
-COMMAND_TIMEOUT_S = 10.0
 LOCK_TIMEOUT_S = 60.0
 READY = "TenantReady"
 # What a background agent gets of ours: settings for tests, and the way to Debian's mirror.
@@ -332,17 +330,22 @@ async def remove(node: DevNode) -> list[str]:
             killed.append(worker.worker_id)
     await provider.retire()
     for netns in sorted(NETNS_ROOT.glob(f"{node.layout.netns_prefix}*")):
-        await run(("ip", "netns", "delete", netns.name), timeout_s=COMMAND_TIMEOUT_S)
+        await remove_netns(netns.name)
     if node.sandbox:
         await node.sandbox.remove()
     for path in (node.layout.run, node.layout.state):
-        if path.exists():
-            await anyio.to_thread.run_sync(shutil.rmtree, path)
+        await anyio.to_thread.run_sync(_remove_tree, path)
     for name in ("socket", "sandbox", "node.toml"):
         (node.directory / name).unlink(missing_ok=True)
     for directory in (node.directory, node.layout.run_root):
         _remove_if_empty(directory)
     return killed
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a directory; already gone is fine."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def _remove_if_empty(directory: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from chv.common.process import run
+from chv.common.process import CommandFailed, run
 
 UPLINK = "up0"
 HOST_ADDRESS = "198.18.0.2"
@@ -73,8 +73,18 @@ class Sandbox:
     async def remove(self) -> None:
         """Remove both; the link goes with them. Idempotent."""
         for name in (self.host, self.wan):
-            if (NETNS_ROOT / name).exists():
-                await _ip("netns", "delete", name)
+            await remove_netns(name)
+
+
+async def remove_netns(name: str) -> None:
+    """Remove a namespace; already gone, or going in another process, is fine."""
+    if not (NETNS_ROOT / name).exists():
+        return
+    try:
+        await _ip("netns", "delete", name)
+    except CommandFailed:
+        if (NETNS_ROOT / name).exists():
+            raise
 
 
 async def _ip(*arguments: str) -> None:

@@ -12,9 +12,12 @@ import os
 import shlex
 import sys
 
+import msgspec
+
 from chv.cli import connect
 from chv.common.errors import FailedPrecondition, InvalidArgument
 from chv.common.process.foreground import run_foreground
+from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
 
 HOST_ALIAS = "chv-guest"
@@ -23,13 +26,12 @@ HOST_ALIAS = "chv-guest"
 def ssh(arguments: argparse.Namespace) -> int:
     """Run ssh; return its exit code, which is the remote command's."""
     socket = connect.find_socket(arguments.socket)
+    target = agent.ObjectRef(
+        kind="VirtualMachine", name=arguments.name, namespace=arguments.namespace
+    )
     with connect.client(arguments.socket) as client:
-        access = client.call(
-            agent.GET_GUEST_ACCESS,
-            agent.ObjectRef(
-                kind="VirtualMachine", name=arguments.name, namespace=arguments.namespace
-            ),
-        )
+        access = client.call(agent.GET_GUEST_ACCESS, target)
+        _require_running(client, target)
     identity = arguments.identity or access.identity_file
     if not os.access(identity, os.R_OK):
         raise FailedPrecondition(
@@ -63,6 +65,16 @@ def ssh(arguments: argparse.Namespace) -> int:
     if arguments.command:
         argv += ["--", *arguments.command]
     return run_foreground(tuple(argv))
+
+
+def _require_running(client: BlockingClient, target: agent.ObjectRef) -> None:
+    """Say what is wrong here rather than let ssh say that nothing answers."""
+    status = msgspec.json.decode(client.call(agent.GET, target).object).get("status") or {}
+    phase = status.get("phase", "Pending")
+    if phase not in ("Running", "Unknown"):
+        raise FailedPrecondition(
+            f"VM {target.name} is {phase}", hint=f"`chv start {target.name}`, or `chv describe vm`"
+        )
 
 
 def _user(name: str) -> str:
