@@ -21,7 +21,7 @@ CODE = ("chv", "tests", "benchmarks", "noxfile.py")
 SIM_SCHEDULES_CI = "500"
 # Two files at once: every test has an instance of its own, and most of them wait for a guest.
 PARALLEL = ("-n", "2", "--dist", "loadfile", "-q")
-SIM_SCHEDULES_LONG = "20000"
+SIM_SCHEDULES_LONG = "5000"
 
 
 def _python(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
