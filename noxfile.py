@@ -94,19 +94,19 @@ def long_(session: nox.Session) -> None:
     areas = session.posargs or ["agent"]
     for area in areas:
         _python(
-            session, "-m", "pytest", "-m", "not never", *_long_paths(area),
+            session, "-m", "pytest", *PARALLEL, *_long_paths(area),
             env={"CHV_LONG": "1", "CHV_SIM_SCHEDULES": SIM_SCHEDULES_LONG},
         )  # fmt: skip
 
 
 def _long_paths(area: str) -> list[str]:
-    paths = {
-        "agent": ["tests/sim", "tests/crash", "tests/integration"],
-        "storage": ["tests/unit/stord", "tests/integration/test_stord_*.py"],
-        "network": ["tests/unit/nwd", "tests/integration/test_nwd_*.py"],
-        "vmm": ["tests/unit/vmm", "tests/integration/test_vmm_contract.py"],
-        "rpc": ["tests/unit/common/rpc", "tests/integration/test_rpc_hostile.py"],
+    patterns = {
+        "agent": ["tests/sim", "tests/crash/test_agent_*.py", "tests/integration/test_node_*.py"],
+        "storage": ["tests/unit/stord", "tests/*/test_stord_*.py"],
+        "network": ["tests/unit/nwd", "tests/*/test_nwd_*.py"],
+        "vmm": ["tests/unit/vmm", "tests/integration/test_vmm_*.py"],
+        "rpc": ["tests/unit/common/rpc", "tests/integration/test_rpc_*.py"],
     }
-    if area not in paths:
-        raise ValueError(f"no area {area!r}: {', '.join(paths)}")
-    return paths[area]
+    if area not in patterns:
+        raise ValueError(f"no area {area!r}: {', '.join(patterns)}")
+    return [str(path) for pattern in patterns[area] for path in sorted(Path().glob(pattern))]
