@@ -20,6 +20,7 @@ from chv.common.wire.resources import (
     NetworkStatus,
     Resource,
     RunStrategy,
+    VirtualMachineSpec,
     VirtualMachineStatus,
     VolumeStatus,
 )
@@ -101,6 +102,7 @@ class WorkerRow(Record):
     booted: bool = False
     recovering: bool = False  # a reset must come before its vCPUs run again
     ending: Ending | None = None
+    spec: VirtualMachineSpec | None = None  # that it was started from
 
 
 class StoredObject(Record):

@@ -32,6 +32,12 @@ def _addresses(item: Item) -> str:
     return ",".join(entry["address"] for entry in interfaces if entry.get("address")) or "-"
 
 
+def _running(item: Item, key: str, default: str) -> str:
+    """Return what the VM runs with; where it does not run, what it is to start with."""
+    wanted = _path(item, "spec", key, default=default)
+    return _path(item, "status", "vmm", key, default=wanted)
+
+
 def _size(item: Item) -> str:
     return _path(item, "spec", "size")
 
@@ -47,8 +53,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         PHASE,
         ("SSH", lambda item: condition(item, "SSHReady")),
         ("ADDRESS", _addresses),
-        ("CPUS", lambda item: _path(item, "spec", "cpus", default="1")),
-        ("MEMORY", lambda item: _path(item, "spec", "memory", default="256Mi")),
+        ("CPUS", lambda item: _running(item, "cpus", "1")),
+        ("MEMORY", lambda item: _running(item, "memory", "256Mi")),
         ("VMM", lambda item: _path(item, "status", "vmm", "name")),
         ("RESTARTS", lambda item: _path(item, "status", "restarts", default="0")),
         AGE,

@@ -36,7 +36,7 @@ from chv.common.errors import Conflict, FailedPrecondition, NotFound
 from chv.common.failpoint import failpoint
 from chv.common.quantity import parse_duration_s
 from chv.common.wire import nwd, stord
-from chv.common.wire.resources import VirtualMachine
+from chv.common.wire.resources import CloudInitSpec, VirtualMachine
 
 STEP_S = 90.0  # no single effect but the stop ladder may take longer
 AWAIT_DISKS_S = 20.0
@@ -56,6 +56,7 @@ class Applier:
         self._sight = sight
         self._memory = memory
         self._operation_id = ""
+        self._seeded: CloudInitSpec | None = None  # what the seed disk was written from
 
     async def apply(self, step: steps.Step) -> None:
         """Journal the step and do it."""
@@ -224,6 +225,7 @@ class Applier:
             ),
         )
         seed = await self._context.world.seeds.ensure(self._handle, request)
+        self._seeded = cloud_init
         await self._put_facts(seed_path=seed.path, host_key=seed.host_key_public)
 
     async def _spawn(self) -> None:
@@ -245,7 +247,8 @@ class Applier:
         sight = await observe(self._context, self._stored, self._desired, self._memory)
         async with self._context.ledger.writing() as tables:
             now = self._stored
-            if not same_wish(desired_vm(tables, now), self._desired):
+            changed = self._seeded not in (None, vm_of(now).spec.cloud_init)
+            if changed or not same_wish(desired_vm(tables, now), self._desired):
                 raise Conflict("the VM was changed while it was starting", resource=now.title)
             if self._uid in tables.workers or sight.vm.stranger:
                 raise Conflict("an earlier VMM is not forgotten yet", resource=now.title)
@@ -272,6 +275,7 @@ class Applier:
             driver=facts.selection.name,
             config=vmm_config(vm_of(stored), self._desired, parts, world.layout),
             generation=stored.resource.metadata.generation,
+            spec=vm_of(stored).spec,
         )
 
     async def _adopt(self) -> None:

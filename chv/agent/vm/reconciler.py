@@ -12,12 +12,13 @@ from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.context import Context
 from chv.agent.records import StoredObject
 from chv.agent.vm.apply import Applier
-from chv.agent.vm.desired import desired_vm, facts_of, same_wish
+from chv.agent.vm.desired import desired_vm, facts_of, same_wish, vm_of
 from chv.agent.vm.model import (
     DesiredVm,
     Life,
 )
 from chv.agent.vm.observe import Memory, Sight, look_at_monitor, observe
+from chv.agent.vm.pending import pending_changes
 from chv.agent.vm.plan import (
     plan,
 )
@@ -155,7 +156,11 @@ class VmReconciler:
             message = facts.given_up or facts.last_stop
             await self._context.operations.end(operation.id, OperationState.FAILED, message)
             return
+        row = self._context.ledger.tables.workers.get(self._uid)
+        pending = pending_changes(row, vm_of(stored).spec) if desired.running else {}
         message = "running" if desired.running else (operation.message or "stopped")
+        if pending and operation.verb == "update":
+            message = f"stored; takes effect at the next start: {', '.join(pending)}"
         await self._context.operations.end(operation.id, OperationState.SUCCEEDED, message)
 
     async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:

@@ -17,6 +17,7 @@ from chv.agent.vm.model import (
     Life,
 )
 from chv.agent.vm.observe import Sight
+from chv.agent.vm.pending import pending_changes, running_memory
 from chv.agent.vm.steps import (
     SpawnStep,
     Step,
@@ -139,6 +140,7 @@ def _conditions(picture: Picture) -> list[Condition]:
         _ssh_ready(picture),
         _paused(picture),
         _storage_lost(picture),
+        _restart_required(picture),
     ]
 
 
@@ -247,12 +249,23 @@ def _storage_lost(picture: Picture) -> Condition:
     return condition("StorageLost", False, "NeverLost")
 
 
+def _restart_required(picture: Picture) -> Condition:
+    if not picture.alive or picture.row is None:
+        return condition("RestartRequired", False, "NotRunning")
+    evidence = f"the VMM was started from generation {picture.row.generation}"
+    pending = pending_changes(picture.row, vm_of(picture.stored).spec)
+    if not pending:
+        return condition("RestartRequired", False, "AsStarted", evidence=evidence)
+    message = "; ".join(f"{field}: {words}" for field, words in pending.items())
+    return condition("RestartRequired", True, "SpecChanged", message, evidence)
+
+
 # --- details
 
 
 def _vmm(picture: Picture) -> VmmStatus:
     selection = facts_of(picture.stored).selection
-    record = picture.sight.record
+    record, row = picture.sight.record, picture.row if picture.alive else None
     if selection is None:
         return VmmStatus()
     return VmmStatus(
@@ -262,6 +275,8 @@ def _vmm(picture: Picture) -> VmmStatus:
         reason=selection.reason,
         pid=record.pid if record is not None and picture.alive else 0,
         started_at=picture.started_at if picture.alive else "",
+        cpus=row.config.cpus if row is not None else 0,
+        memory=running_memory(row) if row is not None else "",
     )
 
 

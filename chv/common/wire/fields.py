@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,24 +59,24 @@ def _default(field: msgspec.inspect.Field) -> str:
 
 def _describe(kind: Any) -> tuple[type[msgspec.Struct] | None, str]:
     """Return (struct to descend into, the type in words)."""
-    inspect = msgspec.inspect
-    if isinstance(kind, inspect.Metadata):
+    types = msgspec.inspect
+    if isinstance(kind, types.Metadata):
         inner, words = _describe(kind.type)
         note = (kind.extra_json_schema or {}).get("description", "")
         return inner, f"{words} ({note})" if note else words
-    if isinstance(kind, inspect.StructType):
+    if isinstance(kind, types.StructType):
         return kind.cls, "object"
-    if isinstance(kind, inspect.EnumType):
+    if isinstance(kind, types.EnumType):
         return None, " or ".join(f"`{member.value}`" for member in kind.cls)
-    if isinstance(kind, inspect.ListType):
+    if isinstance(kind, types.ListType):
         inner, words = _describe(kind.item_type)
         return inner, f"list of {words}"
-    if isinstance(kind, inspect.UnionType):
-        named = [entry for entry in kind.types if not isinstance(entry, inspect.NoneType)]
+    if isinstance(kind, types.UnionType):
+        named = [entry for entry in kind.types if not isinstance(entry, types.NoneType)]
         return _describe(named[0])
-    if isinstance(kind, inspect.IntType):
+    if isinstance(kind, types.IntType):
         return None, f"integer{_range(kind)}"
-    if isinstance(kind, inspect.StrType):
+    if isinstance(kind, types.StrType):
         pattern = (kind.pattern or "").replace("\\Z", "$")
         return None, f"string matching `{pattern}`" if pattern else "string"
     return None, type(kind).__name__.removesuffix("Type").lower()
@@ -90,7 +91,7 @@ def document() -> str:
     parts = [HEAD]
     for name in APPLY_ORDER:
         spec = next(field for field in msgspec.structs.fields(KINDS[name]) if field.name == "spec")
-        doc = (spec.type.__doc__ or "").strip()
+        doc = inspect.cleandoc(spec.type.__doc__ or "")
         parts.append(f"## {name}\n\n{doc}\n\n| Field | Type | Default |\n|---|---|---|")
         table = [
             f"| `{row.path}` | {row.type.replace('|', chr(92) + '|')} | {row.default} |"

@@ -287,7 +287,15 @@ class CloudInitSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """Desired state of a VM. Memory is always shared with the storage daemon."""
+    """Desired state of a VM. Memory is always shared with the storage daemon.
+
+    On a running VM, `runStrategy`, `shutdownTimeout` and `guestPorts` change at once. `cpus`,
+    `memory`, `boot.cmdline` and `cloudInit` are stored and take effect at the next start; until
+    then the condition `RestartRequired` is True and names them, and `status.vmm` shows what runs.
+    (A guest's cloud-init applies much of `cloudInit` only at the first boot of a disk.) `disks`,
+    `interfaces` and `boot.image` change only while it is stopped, `vmm` never after the first
+    start.
+    """
 
     run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE
     vmm: VmmChoice = VmmChoice.AUTO
@@ -327,6 +335,8 @@ class VmmStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     reason: str = ""
     pid: int = 0
     started_at: str = ""
+    cpus: int = 0  # of the running VMM, whatever the spec says by now
+    memory: str = ""
 
 
 class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -371,6 +381,7 @@ VM_CONDITIONS = (
     "SSHReady",
     "Paused",
     "StorageLost",
+    "RestartRequired",
 )
 
 

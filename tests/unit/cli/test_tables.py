@@ -18,3 +18,17 @@ def test_describe_shows_labels_and_annotations(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "  labels app=x, tier=front\n" in printed
     assert "  annotations note=y\n" in printed
+
+
+def test_a_running_vm_is_listed_with_what_it_runs_with(capsys: pytest.CaptureFixture[str]) -> None:
+    metadata = {
+        "name": "a",
+        "namespace": "default",
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+    }
+    wanted = {"metadata": metadata, "spec": {"cpus": 4, "memory": "1Gi"}}
+    running = {**wanted, "status": {"vmm": {"cpus": 2, "memory": "512Mi"}}}
+    tables.objects("VirtualMachine", [running, wanted], all_namespaces=False)
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[4:6] == ["2", "512Mi"]
+    assert second.split()[4:6] == ["4", "1Gi"]
