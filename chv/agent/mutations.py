@@ -20,7 +20,7 @@ from chv.agent.network.reconciler import topology
 from chv.agent.ports import ArtifactInfo, OnProgress
 from chv.agent.records import Change, PutObject, PutRequest, RequestRow, StoredObject
 from chv.agent.verbs import acted
-from chv.common.errors import ChvError, Conflict, FailedPrecondition
+from chv.common.errors import ChvError, Conflict, FailedPrecondition, InvalidArgument
 from chv.common.wire import agent as api
 from chv.common.wire import nwd
 from chv.common.wire.agent import Operation
@@ -199,7 +199,7 @@ class Mutations:
         self._context.world.gate.check("create")
         self._refuse_used_image(request)
         info = await self._context.world.images.import_file(
-            request.path, request.sha256, request.format, on_progress
+            request.path, request.sha256, _declared(request), on_progress
         )
         image = self._image_with(request, info)
         apply = api.Apply(
@@ -275,6 +275,19 @@ class Mutations:
             return []
         body = msgspec.json.encode(reply)
         return [PutRequest(request=RequestRow(key=key, digest=digest, reply=body))]
+
+
+def _declared(request: api.ImportImage) -> str:
+    """Return the format that the file must have: `format` is for disks alone."""
+    if request.artifact == "disk":
+        return request.format
+    if request.format != ImageFormat.RAW:
+        raise InvalidArgument(
+            f"the artifact {request.artifact!r} is no disk, so it cannot be {request.format!r}",
+            field="format",
+            hint="leave the format out",
+        )
+    return request.artifact
 
 
 def _dry(reply: api.ApplyReply) -> api.ApplyReply:

@@ -82,15 +82,17 @@ class ImageReconciler(SimpleReconciler):
         if image.spec.builtin:
             return await self._context.world.images.ensure_builtin(image.spec.builtin)
         return ImageArtifacts(
-            kernel=await self._file(image.spec.kernel),
-            initramfs=await self._file(image.spec.initramfs),
-            disk=await self._file(image.spec.disk),
+            kernel=await self._file(image.spec.kernel, "kernel"),
+            initramfs=await self._file(image.spec.initramfs, "initramfs"),
+            disk=await self._file(image.spec.disk, "disk"),
         )
 
-    async def _file(self, source: ImageFile | ImageDisk | None) -> ArtifactInfo | None:
+    async def _file(
+        self, source: ImageFile | ImageDisk | None, artifact: str
+    ) -> ArtifactInfo | None:
         if source is None:
             return None
-        format_name = _format(source)
+        format_name = _format(source, artifact)
         known = await self._context.world.images.find(source.sha256)
         if known is not None and known.format == format_name:
             return known  # the file it came from may be gone
@@ -180,17 +182,18 @@ def _intent(image: Image) -> ImageStatus:
     spec = image.spec
     return ImageStatus(
         phase="Importing",
-        kernel=_coming(spec.kernel),
-        initramfs=_coming(spec.initramfs),
-        disk=_coming(spec.disk),
+        kernel=_coming(spec.kernel, "kernel"),
+        initramfs=_coming(spec.initramfs, "initramfs"),
+        disk=_coming(spec.disk, "disk"),
     )
 
 
-def _coming(source: ImageFile | ImageDisk | None) -> ArtifactStatus | None:
+def _coming(source: ImageFile | ImageDisk | None, artifact: str) -> ArtifactStatus | None:
     if source is None:
         return None
-    return ArtifactStatus(sha256=source.sha256, size_bytes=0, format=_format(source))
+    return ArtifactStatus(sha256=source.sha256, size_bytes=0, format=_format(source, artifact))
 
 
-def _format(source: ImageFile | ImageDisk) -> str:
-    return source.format.value if isinstance(source, ImageDisk) else "raw"
+def _format(source: ImageFile | ImageDisk, artifact: str) -> str:
+    """Return what the file is declared to be: a disk by its field, the others by their place."""
+    return source.format.value if isinstance(source, ImageDisk) else artifact

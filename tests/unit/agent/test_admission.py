@@ -349,6 +349,31 @@ async def test_an_image_is_imported_and_defined_in_one_call() -> None:
 
 
 @simulated
+async def test_kernels_and_initramfs_are_taken_for_what_they_are_declared_to_be() -> None:
+    async with open_bench() as bench:
+        for artifact, sha256 in (("kernel", "a" * 64), ("initramfs", "b" * 64)):
+            request = api.ImportImage(
+                name="linux", artifact=artifact, path="/f", sha256=sha256, requester="test"
+            )
+            assert (await bench.engine.import_image(request)).sha256 == sha256
+            assert bench.machine.host.artifacts[sha256].format == artifact
+        status = (await bench.until("Ready", "linux", "Image")).status
+        assert (status.kernel.format, status.initramfs.format) == ("kernel", "initramfs")
+
+
+@simulated
+async def test_a_disk_format_is_refused_for_what_is_no_disk() -> None:
+    async with open_bench() as bench:
+        request = api.ImportImage(
+            name="linux", artifact="kernel", path="/f", format="qcow2", requester="test"
+        )
+        with pytest.raises(InvalidArgument, match="no disk") as caught:
+            await bench.engine.import_image(request)
+        assert caught.value.field == "format"
+        assert not bench.machine.host.artifacts
+
+
+@simulated
 async def test_an_import_that_is_refused_leaves_no_artifact() -> None:
     async with open_bench() as bench:
         request = api.ImportImage(
