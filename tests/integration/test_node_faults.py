@@ -198,6 +198,21 @@ def pids_of(node: LiveNode) -> list[int]:
     return found
 
 
+def test_hung_console_holder_is_replaced_and_vms_start_again(node: LiveNode) -> None:
+    node.await_state("TenantReady")
+    ((worker_id, pid),) = node.workers("console").items()
+    vmms = node.workers("vmm")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: node.workers("console").keys() - {worker_id}, 45, "another holder")
+        assert worker_id not in node.workers("console")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    assert node.workers("vmm") == vmms
+    node.cli("restart", "guest", "--force", "--timeout", "30s")
+
+
 def test_lost_store_of_a_daemon_is_named_in_the_state_of_the_node() -> None:
     with live_node(CHV_VMM="fake") as node:
         node.down()

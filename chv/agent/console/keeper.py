@@ -1,11 +1,14 @@
 """The agent's side of the console holder: find it, start it, attach lines to it.
 
 One holder per instance, proven by its lock and found again by its socket; in a new holder
-everything is attached again by the engine's next pass, since `attached` is then empty.
+everything is attached again by the engine's next pass, since `attached` is then empty. A holder
+that listens and stays silent is replaced: every start of a VM needs one, and no guest is lost
+with it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,10 +22,10 @@ from chv.agent.console.wire import (
     DetachConsole,
 )
 from chv.common import logs
-from chv.common.errors import ChvError, Unavailable
+from chv.common.errors import ChvError, DeadlineExceeded, Unavailable
 from chv.common.ids import Ids
 from chv.common.layout import Layout
-from chv.common.process import Provider, SpawnSpec, scan
+from chv.common.process import FoundWorker, Provider, SpawnSpec, scan, terminate
 from chv.common.rpc import Client, connect
 from chv.common.wire.types import HELLO, Empty, HelloRequest
 
@@ -31,6 +34,8 @@ KIND = "console"
 START_TIMEOUT_S = 10.0
 RETRY_S = 0.05
 CHECK_EVERY_S = 5.0
+ANSWER_TIMEOUT_S = 2.0
+KILL_GRACE_S = 1.0
 NODE_UID = "00000000-0000-4000-8000-000000000000"
 
 
@@ -43,6 +48,7 @@ class ConsoleKeeper:
         self._ids = ids
         self._client: Client | None = None
         self._attached: set[str] = set()
+        self._silent = False  # the last that was asked listened and did not answer
 
     def attached(self, vm_uid: str) -> bool:
         """Whether the line is held, from memory."""
@@ -65,7 +71,7 @@ class ConsoleKeeper:
             await client.call(HELLO, HelloRequest(client="agent"))
             self._client = client
             while True:
-                listed = await client.call(LIST_CONSOLES, Empty())
+                listed = await client.call(LIST_CONSOLES, Empty(), timeout_s=CHECK_EVERY_S)
                 self._attached = set(listed.vm_ids)
                 await anyio.sleep(CHECK_EVERY_S)
 
@@ -73,18 +79,34 @@ class ConsoleKeeper:
         """Return when a holder answers; starts one only where the scan proves there is none."""
         with anyio.move_on_after(START_TIMEOUT_S):
             while not await self._answers():
-                if not scan(self._layout.worker_id(KIND, NODE_UID, "")):
+                if not self._holders():
                     await self._start()
                 await anyio.sleep(RETRY_S)
             return
+        if self._silent:
+            await self._end_holders()
         raise Unavailable("the console holder does not answer", resource="daemon/console")
+
+    def _holders(self) -> list[FoundWorker]:
+        return scan(self._layout.worker_id(KIND, NODE_UID, ""))
+
+    async def _end_holders(self) -> None:
+        for holder in self._holders():
+            if holder.uid == os.geteuid():  # anybody can carry our id in its arguments
+                log.warning("console.replaced", pid=holder.pid, reason="it does not answer")
+                await terminate(holder.record(), grace_s=KILL_GRACE_S)
 
     async def _answers(self) -> bool:
         try:
             async with connect(self._layout.socket(KIND)) as client:
-                await client.call(HELLO, HelloRequest(client="agent"))
-        except Unavailable:
+                await client.call(HELLO, HelloRequest(client="agent"), timeout_s=ANSWER_TIMEOUT_S)
+        except DeadlineExceeded:
+            self._silent = True  # it listens, so it is not just starting
             return False
+        except Unavailable:
+            self._silent = False
+            return False
+        self._silent = False
         return True
 
     async def _start(self) -> None:
