@@ -57,10 +57,7 @@ class Prober:
         while self._boot_of() == boot:
             heard = await self._hear()
             if boot == self._boot_of() and heard != self._evidence:
-                changed = (bool(heard.ssh), bool(heard.serial)) != (
-                    bool(self._evidence.ssh),
-                    bool(self._evidence.serial),
-                )
+                changed = _gist(heard) != _gist(self._evidence)
                 self._evidence = heard
                 if changed:
                     self._context.wake(self._uid)
@@ -80,7 +77,7 @@ class Prober:
         if not serial:
             serial = await self._context.world.guest.serial_evidence(handle_of(stored))
         banner, problem = await self._ssh()
-        return Evidence(serial=serial, ssh=banner, ssh_problem=problem)
+        return Evidence(serial=serial, ssh=banner, ssh_problem=problem, asked=True)
 
     async def _ssh(self) -> tuple[str, str]:
         stored = self._context.stored(self._uid)
@@ -94,3 +91,8 @@ class Prober:
                 return await self._context.world.guest.probe_ssh(nic, SSH_PORT), ""
         except (ChvError, OSError) as error:  # TimeoutError is an OSError
             return "", error.message if isinstance(error, ChvError) else "no answer in time"
+
+
+def _gist(evidence: Evidence) -> tuple[bool, bool, bool]:
+    """Return what of the evidence changes a condition; the rest is shown with the next look."""
+    return bool(evidence.ssh), bool(evidence.serial), evidence.asked

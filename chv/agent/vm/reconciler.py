@@ -243,5 +243,6 @@ class VmReconciler:
             started_at=self._started_at,
             storage_loss=self._memory.storage_loss,
             problem=self._problem,
+            same_boot="+" not in self._boot,
         )
         await self._context.publish(stored, vm_status(picture, self._context.now()))

@@ -26,6 +26,7 @@ from chv.agent.vm.steps import (
 )
 from chv.common.wire.resources import (
     Condition,
+    ConditionStatus,
     DiskStatus,
     InterfaceStatus,
     VirtualMachineStatus,
@@ -42,6 +43,7 @@ class Evidence:
     serial: str = ""
     ssh: str = ""  # the banner
     ssh_problem: str = ""  # why there is none
+    asked: bool = False  # False: this agent has not listened to this boot yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,26 @@ class Picture:
     started_at: str
     storage_loss: str
     problem: str = ""  # a final error
+    same_boot: bool = True  # no reset since this agent came
+
+    def said_before(self, kind: str) -> Condition | None:
+        """Return what was shown of this very boot, be it by an earlier agent."""
+        before, record = vm_of(self.stored).status, self.sight.record
+        if not self.same_boot or before is None or record is None or before.vmm.pid != record.pid:
+            return None
+        return next((each for each in before.conditions if each.type == kind), None)
 
     @property
     def alive(self) -> bool:
         """Tell whether its VMM is seen to live."""
         worker = self.sight.vm.worker
         return worker is not None and worker.life is Life.ALIVE
+
+    @property
+    def in_doubt(self) -> bool:
+        """Tell whether a VMM may live that could not be judged."""
+        seen = self.sight.vm
+        return seen.stranger or (seen.worker is not None and seen.worker.life is Life.UNKNOWN)
 
     @property
     def state(self) -> VmmState:
@@ -93,8 +109,7 @@ def vm_status(picture: Picture, moment: str) -> VirtualMachineStatus:
 def phase(picture: Picture) -> VmPhase:
     """Return the one word."""
     worker = picture.sight.vm.worker
-    in_doubt = worker is not None and worker.life is Life.UNKNOWN
-    if picture.sight.vm.stranger or in_doubt:
+    if picture.in_doubt:
         return VmPhase.UNKNOWN
     if picture.desired.deleting:
         return VmPhase.DELETING
@@ -209,29 +224,42 @@ def _not_running(picture: Picture, wait: WaitStep | None) -> Condition:
     return condition("VMMRunning", False, reason, facts.last_stop)
 
 
+def _without_vmm(picture: Picture, kind: str) -> Condition:
+    if picture.in_doubt:
+        return condition(kind, None, "InDoubt", "it cannot be told whether a VMM lives")
+    return condition(kind, False, "NotRunning")
+
+
 def _guest_booted(picture: Picture) -> Condition:
     if not picture.alive:
-        return condition("GuestBooted", False, "NotRunning")
+        return _without_vmm(picture, "GuestBooted")
     heard = picture.evidence.ssh or picture.evidence.serial
     if heard:
         source = "SshBanner" if picture.evidence.ssh else "SerialLine"
         return condition("GuestBooted", True, source, evidence=heard)
+    earlier = picture.said_before("GuestBooted")
+    if earlier is not None and earlier.status is ConditionStatus.TRUE:
+        return earlier  # a boot that was seen stays seen
+    if not picture.evidence.asked:
+        return earlier or condition("GuestBooted", None, "NotProbedYet")
     return condition("GuestBooted", False, "NoSignYet", "no serial line and no SSH banner so far")
 
 
 def _ssh_ready(picture: Picture) -> Condition:
     if not picture.alive:
-        return condition("SSHReady", False, "NotRunning")
+        return _without_vmm(picture, "SSHReady")
     if picture.evidence.ssh:
         return condition("SSHReady", True, "Banner", evidence=picture.evidence.ssh)
     if 22 not in vm_of(picture.stored).spec.guest_ports:
         return condition("SSHReady", False, "PortNotDeclared", "22 is not in spec.guestPorts")
+    if not picture.evidence.asked:
+        return picture.said_before("SSHReady") or condition("SSHReady", None, "NotProbedYet")
     return condition("SSHReady", False, "NoBanner", picture.evidence.ssh_problem)
 
 
 def _paused(picture: Picture) -> Condition:
     if not picture.alive:
-        return condition("Paused", False, "NotRunning")
+        return _without_vmm(picture, "Paused")
     if picture.state is VmmState.UNKNOWN:
         return condition("Paused", None, "MonitorSilent")
     paused = picture.state is VmmState.PAUSED
@@ -251,7 +279,7 @@ def _storage_lost(picture: Picture) -> Condition:
 
 def _restart_required(picture: Picture) -> Condition:
     if not picture.alive or picture.row is None:
-        return condition("RestartRequired", False, "NotRunning")
+        return _without_vmm(picture, "RestartRequired")
     evidence = f"the VMM was started from generation {picture.row.generation}"
     pending = pending_changes(picture.row, vm_of(picture.stored).spec)
     if not pending:
@@ -274,10 +302,20 @@ def _vmm(picture: Picture) -> VmmStatus:
         version=selection.version,
         reason=selection.reason,
         pid=record.pid if record is not None and picture.alive else 0,
-        started_at=picture.started_at if picture.alive else "",
+        started_at=_started_at(picture),
         cpus=row.config.cpus if row is not None else 0,
         memory=running_memory(row) if row is not None else "",
     )
+
+
+def _started_at(picture: Picture) -> str:
+    """Return the moment that was shown first; a new agent knows only when it came itself."""
+    before, record = vm_of(picture.stored).status, picture.sight.record
+    if not picture.alive:
+        return ""
+    if before is not None and record is not None and before.vmm.pid == record.pid:
+        return before.vmm.started_at or picture.started_at
+    return picture.started_at
 
 
 def _interfaces(picture: Picture) -> list[InterfaceStatus]:

@@ -385,6 +385,46 @@ async def test_a_new_agent_adopts_the_vm_and_does_nothing_to_it() -> None:
 
 
 @simulated
+async def test_a_new_agent_takes_nothing_back_that_the_guest_has_shown() -> None:
+    async with open_bench() as bench:
+        await started(bench)
+        before = (await bench.until("SSHReady")).status
+        await anyio.sleep(100)
+    machine = bench.machine
+    machine.host.exits = type(machine.host.exits)()
+    async with open_bench(machine) as bench:
+        seen = set()
+        for _ in range(400):
+            seen.add((bench.condition("GuestBooted")[0], bench.condition("SSHReady")[0]))
+            await anyio.sleep(0.02)
+        assert seen == {("True", "True")}
+        after = bench.get("VirtualMachine", "web").status
+        since = [[c.last_transition_time for c in s.conditions] for s in (before, after)]
+        assert since[0] == since[1]
+        assert after.vmm.started_at == before.vmm.started_at
+
+
+@simulated
+async def test_a_reset_takes_back_what_the_guest_has_shown() -> None:
+    async with open_bench() as bench:
+        await started(bench)
+        await bench.until("SSHReady")
+        process = live(bench)
+        await bench.act("reset")
+        await bench.until("SSHReady", status="False", timeout_s=5)
+        assert live(bench) is process
+        await bench.until("SSHReady")
+
+
+@simulated
+async def test_a_guest_that_was_not_asked_yet_is_unknown() -> None:
+    async with open_bench() as bench:
+        await started(bench)
+        assert bench.condition("SSHReady") == ("Unknown", "NotProbedYet")
+        await bench.until("SSHReady", status="False", timeout_s=5)
+
+
+@simulated
 async def test_a_vmm_that_no_record_explains_keeps_its_vm_from_starting() -> None:
     async with open_bench() as bench:
         process = await started(bench)
@@ -394,6 +434,7 @@ async def test_a_vmm_that_no_record_explains_keeps_its_vm_from_starting() -> Non
     async with open_bench(machine) as bench:
         await anyio.sleep(60)
         assert bench.get("VirtualMachine", "web").status.phase == "Unknown"
+        assert bench.condition("SSHReady") == ("Unknown", "InDoubt")
         assert machine.host.spawned == 1
         machine.host.die(process)
         await bench.until("phase=Running", timeout_s=60)
