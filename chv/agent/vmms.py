@@ -90,7 +90,7 @@ class Vmms:
         self, request: SpawnRequest, launch: Launch, opened: Mapping[str, int]
     ) -> SpawnSpec:
         vm, config = request.vm, request.config
-        uid = self._layout.vmm_uid(vm.slot)
+        uid = 0 if launch.keep_root else self._layout.vmm_uid(vm.slot)
         return SpawnSpec(
             worker_id=config.worker_id,
             argv=launch.argv,

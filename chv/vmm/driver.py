@@ -69,6 +69,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     nic_fds: dict[str, int] = {}
     groups: tuple[int, ...] = ()  # supplementary groups (kvm), beyond the VM's own
+    # True only for a program that runs no guest and could not read its own code as the VM's uid.
+    keep_root: bool = False
 
 
 class VmmObservation(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,9 @@ it. A call makes a connection of its own, so nothing is cached and nothing can g
 
 from __future__ import annotations
 
+import functools
+import stat
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +68,8 @@ class FakeDriverBase(ABC):
     def launch(self, config: VmmConfig) -> Launch:
         """Return what to start."""
         check_socket_path(Path(config.runtime_dir) / fake_spec.CONTROL_SOCKET)
-        return fake_spec.fake_launch(config, self.behaviour)
+        launch = fake_spec.fake_launch(config, self.behaviour)
+        return msgspec.structs.replace(launch, keep_root=not _code_is_readable_by_all())
 
     async def observe(self, runtime_dir: Path) -> VmmObservation:
         """Ask the fake for its state."""
@@ -172,6 +176,14 @@ class FakeDriver(FakeDriverBase):
         except (OSError, anyio.EndOfStream, anyio.BrokenResourceError) as error:
             kind = lost_error(request) if sent else Unavailable
             raise kind(f"{path}: no connection for {request.command}") from error
+
+
+@functools.cache
+def _code_is_readable_by_all() -> bool:
+    """Whether any uid may start the interpreter and read our code, wherever the checkout is."""
+    places = (Path(sys.executable), Path(fake_spec.__file__), Path(msgspec.__file__))
+    directories = {parent for place in places for parent in place.absolute().parents}
+    return all(directory.stat().st_mode & stat.S_IXOTH for directory in directories)
 
 
 def lost_error(request: Request) -> type[ChvError]:
