@@ -197,11 +197,13 @@ class Worker:
     async def _sleep(self, rest_s: float) -> None:
         """Sleep until woken, until a glance says that something changed, at most so long."""
         with anyio.move_on_after(rest_s):
+            if not self._reconciler.monitored:  # only a pass changes that
+                await self._woken.wait()
             while not self._woken.is_set():
                 with anyio.move_on_after(self._context.world.limits.monitor_s):
                     await self._woken.wait()
                     return
-                if self._reconciler.monitored and await self._glance():
+                if await self._glance():
                     return
 
     async def _glance(self) -> bool:

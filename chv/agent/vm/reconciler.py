@@ -40,6 +40,7 @@ from chv.vmm.driver import VmmState
 log = logs.get(__name__)
 
 QUEUED = Waiting(30.0)  # keeps its place in the start queue
+UNSEEN = Waiting(5.0)  # a daemon did not answer: what it knows of the VM is shown soon after
 OPERATION_S = 900.0  # after so long without success an operation fails; the node goes on trying
 
 
@@ -101,7 +102,7 @@ class VmReconciler:
         if steps:
             return Again()
         await self._settle(desired)
-        return Done()
+        return Done() if sight.vm.storage_known and sight.vm.network_known else UNSEEN
 
     async def _apply(self, applier: Applier, step: Step) -> None:
         failure: ChvError | None = None

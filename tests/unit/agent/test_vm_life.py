@@ -7,7 +7,8 @@ from unittest.mock import patch
 import anyio
 import pytest
 
-from chv.common.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from chv.agent.queries import check_condition
+from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from chv.common.wire import agent as api
 from chv.vmm.driver import VmmState
 from tests.sim.bench import Bench, bare, everything, image, open_bench, vm
@@ -302,6 +303,18 @@ async def test_a_vm_can_be_stopped_while_stord_is_down() -> None:
 
 
 @simulated
+async def test_a_daemon_that_answers_again_is_shown_before_the_next_resync() -> None:
+    async with open_bench() as bench:
+        await started(bench)
+        bench.machine.host.nwd.down_until = anyio.current_time() + 2.0
+        bench.engine.notify_vmm_exit(bench.engine.vm_uid("web", "default"))  # look now
+        await anyio.sleep(1)
+        assert bench.condition("NetworkReady") == ("Unknown", "NetworkUnavailable")
+        await anyio.sleep(9)
+        assert bench.condition("NetworkReady") == ("True", "Attached")
+
+
+@simulated
 async def test_starts_queue_and_show_their_position() -> None:
     async with open_bench(parallel_starts=1) as bench:
         bench.machine.gate.open = True
@@ -444,8 +457,39 @@ async def test_a_vmm_that_no_record_explains_keeps_its_vm_from_starting() -> Non
 async def test_a_wait_ends_with_its_deadline() -> None:
     async with open_bench() as bench:
         await bench.apply(image(), bare())
-        with pytest.raises(DeadlineExceeded, match="SSHReady"):
+        with pytest.raises(DeadlineExceeded, match=r"SSHReady is False \(NoBanner: the VM has no"):
             await bench.until("SSHReady", timeout_s=30)
+        with pytest.raises(DeadlineExceeded, match="phase is Running, not Paused, after 2 s"):
+            await bench.until("phase=Paused", timeout_s=2)
+        with pytest.raises(DeadlineExceeded, match="still there, in phase Running"):
+            await bench.until("deleted", timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition", "hint"),
+    [
+        ("VirtualMachine", "SshReady", "VMMRunning, GuestBooted, SSHReady"),
+        ("VirtualMachine", "phase=Runing", "Running, Paused"),
+        ("VirtualMachine", "size=1", "phase=NAME, deleted"),
+        ("VirtualMachine", "phase=NAME", "Pending"),
+        ("VirtualMachine", "Ready", "VolumesReady"),
+        ("Image", "SSHReady", "one of Ready, phase=NAME, deleted"),
+    ],
+)
+async def test_nobody_waits_for_what_does_not_exist(kind: str, condition: str, hint: str) -> None:
+    request = api.WaitCondition(kind=kind, name="web", condition=condition)
+    with pytest.raises(InvalidArgument) as caught:
+        check_condition(request)
+    assert hint in caught.value.hint
+
+
+@simulated
+async def test_what_is_not_there_is_deleted() -> None:
+    async with open_bench() as bench:
+        request = api.WaitCondition(kind="Volume", name="none", condition="deleted")
+        assert (await bench.engine.wait_condition(request)).object == b"null"
+        with pytest.raises(NotFound):
+            await bench.until("Ready", "none", "Volume")
 
 
 @simulated
