@@ -67,8 +67,10 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Return what is ready now; else jump by `timeout`."""
+        if timeout == 0:  # something can run: descriptors are looked at before a jump only
+            return []
         ready = super().select(0)
-        if ready or timeout == 0:
+        if ready:
             return ready
         if timeout is None or self.now_s > HORIZON_S:
             raise Deadlock(f"nothing can run after {self.now_s:.3f} virtual seconds")

@@ -13,15 +13,16 @@ import anyio
 from chv.agent.engine import Engine
 from chv.common import virtual_time
 from chv.common.wire.stord import CrashClass, StorageEvent
-from tests.sim.chaos import Chaos, is_kill, swarm
+from tests.sim.chaos import TIMEOUT_S, Chaos, is_kill, swarm
 from tests.sim.checks import problems
 from tests.sim.client import Client
 from tests.sim.world import Machine
 
 REQUESTS = 16
 QUIET_S_MAX = 600.0  # restarts back off up to a minute, stops take up to 20 s
-RESYNC_S = 35.0
-STILL_S = 65.0  # two resyncs in which nothing may happen
+# A pass that began before the quiet may hang once and then show what it saw before.
+RESYNC_S = TIMEOUT_S + 35.0
+STILL_S = 35.0  # a resync of everything, in which nothing may happen
 LIVES_MAX = 200
 EVENT_PAUSES_S = (0.5, 2.0, 5.0, 10.0)
 
@@ -38,7 +39,7 @@ class Result:
     events: int = 0
     calls: int = 0
     virtual_s: float = 0.0
-    trace: list[str] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list, repr=False)
 
 
 class Schedule:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.sim.mutants import MUTANTS
-from tests.sim.schedule import Result, run
+from tests.sim.schedule import run
+from tests.sim.verdict import fail_where_broken
 
 SCHEDULES = int(os.environ.get("CHV_SIM_SCHEDULES", "500"))
 FIRST = int(os.environ.get("CHV_SIM_FROM", "1000"))
@@ -23,13 +24,9 @@ SEEDS = [
 ]
 
 
-def told(results: list[Result]) -> str:
-    return "\n".join(f"seed {r.seed}: {problem}" for r in results for problem in r.problems)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed_that_once_found_a_bug_finds_none(seed: int) -> None:
-    assert not told([run(seed)])
+    fail_where_broken([run(seed)])
 
 
 @pytest.mark.slow
@@ -37,7 +34,7 @@ def test_a_seed_that_once_found_a_bug_finds_none(seed: int) -> None:
 def test_schedules_with_kills_and_faults_keep_every_invariant(chunk: int) -> None:
     size = -(-SCHEDULES // CHUNKS)
     results = [run(FIRST + chunk * size + number) for number in range(size)]
-    assert not told(results)
+    fail_where_broken(results)
     assert sum(result.kills for result in results) >= 3 * size
     assert sum(result.faults for result in results) >= 10 * size
 
@@ -52,4 +49,5 @@ def test_a_planted_bug_is_caught(mutant: Callable[[], AbstractContextManager[Non
 
 def test_a_schedule_replays_identically() -> None:
     for seed in (3, 7, 11):
-        assert run(seed).trace == run(seed).trace
+        identical = run(seed).trace == run(seed).trace
+        assert identical, f"seed {seed}: two runs differ"
