@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from chv.agent.records import StoredObject
 from chv.agent.references import references, referrers
 from chv.agent.tables import Tables
@@ -77,7 +79,7 @@ def check_delete(tables: Tables, stored: StoredObject) -> None:
     if holders:
         names = ", ".join(holder.title for holder in holders[:5])
         raise InUse(
-            f"{stored.title} is used by {names}",
+            f"it is used by {names}",
             resource=stored.title,
             hint=f"delete {names} first",
         )
@@ -131,7 +133,9 @@ def _check_vm(
 ) -> None:
     assert before.facts is not None
     if before.facts.selection is not None:
-        _refuse_changed(before, "spec.vmm", old.spec.vmm, new.spec.vmm)
+        _refuse_changed(
+            before, "spec.vmm", old.spec.vmm, new.spec.vmm, since="since the first start"
+        )
     if before.uid not in tables.workers:
         return
     for field, was, now in (
@@ -148,14 +152,21 @@ def _check_vm(
             )
 
 
-def _refuse_changed(before: StoredObject, field: str, was: object, now: object) -> None:
+def _refuse_changed(
+    before: StoredObject, field: str, was: object, now: object, since: str = "at creation"
+) -> None:
     if was != now:
         raise InvalidArgument(
-            f"{shown(now)} instead of {shown(was)}: it is fixed at creation",
+            f"{_plain(now)} instead of {_plain(was)}: it is fixed {since}",
             resource=before.title,
             field=field,
             hint="delete the object and make it anew, or take another name",
         )
+
+
+def _plain(value: object) -> str:
+    """Return a value as a manifest has it."""
+    return shown(msgspec.to_builtins(value)) if value is not None else "none"
 
 
 # --- what only one may have

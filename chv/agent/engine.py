@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 
 from chv.agent import queries
@@ -137,8 +138,11 @@ class Engine:
     async def wait_condition(self, request: api.WaitCondition) -> api.ObjectReply:
         """The object once the condition holds; FailedPrecondition when it no longer can.
 
-        `deleted` answers with the object as it was last seen.
+        `deleted` answers with the object as it was last seen, or null where there never was one.
         """
+        queries.check_condition(request)
+        if request.condition == "deleted" and queries.is_absent(self._context, request):
+            return api.ObjectReply(object=msgspec.Raw(b"null"))
         stored = queries.require(self._context, request.kind, request.namespace, request.name)
         uid = stored.uid
         with anyio.move_on_after(request.timeout_s):
@@ -155,7 +159,7 @@ class Engine:
                 queries.refuse_hopeless(stored, request)
                 await changed.wait()
         raise DeadlineExceeded(
-            f"{request.condition} does not hold after {request.timeout_s:g} s",
+            f"{queries.current(stored, request)} after {request.timeout_s:g} s",
             resource=stored.title,
         )
 

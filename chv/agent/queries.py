@@ -14,7 +14,7 @@ from chv.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
 from chv.common.wire.manifest import encode
-from chv.common.wire.resources import VM_CONDITIONS, VirtualMachine
+from chv.common.wire.resources import CONDITIONS, PHASES, VM_CONDITIONS, VirtualMachine
 
 NEEDS_A_VMM = frozenset(VM_CONDITIONS) - {"Paused", "StorageLost"}
 
@@ -114,16 +114,47 @@ def vm_access(context: Context, name: str, namespace: str, interface: str) -> Vm
     )
 
 
+def is_absent(context: Context, request: api.WaitCondition) -> bool:
+    """Tell whether there is no such object."""
+    return context.ledger.tables.find(request.kind, request.namespace, request.name) is None
+
+
+def check_condition(request: api.WaitCondition) -> None:
+    """Refuse what an object of this kind never shows: nobody should wait for a slip of the pen."""
+    kind, equals, value = request.condition.partition("=")
+    if equals and kind == "phase":
+        known, asked = PHASES[request.kind], value
+    else:
+        known, asked = (*CONDITIONS[request.kind], "phase=NAME", "deleted"), request.condition
+    if asked not in known or request.condition == "phase=NAME":
+        what = "phase" if equals and kind == "phase" else "condition"
+        raise InvalidArgument(
+            f"{asked!r} is not a {what} of a {request.kind}",
+            field="condition",
+            hint=f"one of {', '.join(known)}",
+        )
+
+
+def current(stored: StoredObject, request: api.WaitCondition) -> str:
+    """Return how the object is as to the condition that is waited for."""
+    status, phase = stored.resource.status, phase_of(stored.resource.status)
+    if request.condition == "deleted":
+        return f"it is still there, in phase {phase}"
+    if status is None or status.observed_generation < stored.resource.metadata.generation:
+        return f"generation {stored.resource.metadata.generation} was not looked at yet"
+    if request.condition.startswith("phase="):
+        return f"its phase is {phase}, not {request.condition.removeprefix('phase=')},"
+    found = next((each for each in status.conditions if each.type == request.condition), None)
+    if found is None:
+        return f"{request.condition} was not observed yet"
+    why = ": ".join(filter(None, (found.reason, found.message)))
+    return f"{request.condition} is {found.status.value} ({why}), not {request.status},"
+
+
 def fulfilled(stored: StoredObject, request: api.WaitCondition) -> bool:
     """Tell whether the object is as the waiter wants it, as observed for its generation."""
     status = stored.resource.status
     kind, equals, value = request.condition.partition("=")
-    if equals and kind != "phase":
-        raise InvalidArgument(
-            f"{request.condition!r} is not a condition",
-            field="condition",
-            hint="a condition type, phase=NAME, or deleted",
-        )
     if status is None or status.observed_generation < stored.resource.metadata.generation:
         return False
     if equals:

@@ -86,5 +86,13 @@ def describe(ending: Ending, moment: str) -> str:
         EndKind.STORAGE_LOST: "StorageLost: its disks could not be brought back",
     }
     reason = f" ({ending.reason})" if ending.reason else ""
-    rung = f" by {ending.rung}" if ending.rung else ""
-    return f"{moment} {words[ending.kind]}{rung}{reason}"
+    return f"{moment} {words[ending.kind]}{_how(ending)}{reason}"
+
+
+def _how(ending: Ending) -> str:
+    """Return the rung in words: a VMM that quits after its guest is off is nothing to tell."""
+    if not ending.rung or (ending.kind is EndKind.GUEST_SHUTDOWN and ending.rung == "quit"):
+        return ""
+    if ending.kind in ASKED_FOR:
+        return f" by {ending.rung}"
+    return f"; its VMM was ended by {ending.rung}"

@@ -206,7 +206,8 @@ class WaitOperation(Message, frozen=True, kw_only=True):
 class WaitCondition(Message, frozen=True, kw_only=True):
     """Answer when `condition` (a condition type, `phase=NAME`, or `deleted`) holds.
 
-    Fails early with FAILED_PRECONDITION when the object can no longer get there by itself.
+    Fails early with FAILED_PRECONDITION when the object can no longer get there by itself. What
+    is not there is deleted: that answers at once, with `null` for the object.
     """
 
     kind: Kind

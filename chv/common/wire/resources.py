@@ -384,6 +384,20 @@ VM_CONDITIONS = (
     "RestartRequired",
 )
 
+# What can be waited for, by kind.
+CONDITIONS: dict[str, tuple[str, ...]] = {
+    "VirtualMachine": VM_CONDITIONS,
+    "Volume": ("Ready",),
+    "Network": ("Ready",),
+    "Image": ("Ready",),
+}
+PHASES: dict[str, tuple[str, ...]] = {
+    "VirtualMachine": tuple(phase.value for phase in VmPhase),
+    "Volume": ("Pending", "Ready", "Attached", "Failed", "Deleting"),
+    "Network": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
+    "Image": ("Pending", "Importing", "Ready", "Failed", "Deleting"),
+}
+
 
 class VirtualMachine(Struct, kw_only=True, frozen=True):
     """`chv get vm`."""

@@ -207,6 +207,16 @@ async def test_disks_and_nics_change_only_while_the_vm_is_stopped() -> None:
 
 
 @simulated
+async def test_a_chosen_vmm_is_fixed_and_told_in_the_words_of_the_manifest() -> None:
+    async with open_bench() as bench:
+        reply = await bench.apply(image(), bare())
+        await bench.final(reply.results[-1].operation_id)
+        error = await refused(bench, InvalidArgument, bare(vmm="qemu"))
+        assert error.field == "spec.vmm"
+        assert error.message == "'qemu' instead of 'auto': it is fixed since the first start"
+
+
+@simulated
 async def test_a_volume_grows_only_while_its_vm_is_stopped() -> None:
     async with open_bench() as bench:
         reply = await bench.apply(*everything())
@@ -264,7 +274,7 @@ async def test_what_is_in_use_cannot_be_deleted_and_the_user_is_named() -> None:
     async with open_bench() as bench:
         await bench.apply(*everything())
         for kind, name in (("Image", "tiny"), ("Network", "net"), ("Volume", "data")):
-            with pytest.raises(InUse, match="VirtualMachine default/web"):
+            with pytest.raises(InUse, match=": it is used by VirtualMachine default/web"):
                 await bench.delete(kind, name)
 
 

@@ -67,6 +67,19 @@ def test_every_kind_of_end_has_words() -> None:
     assert len({describe(Ending(kind=kind), "now") for kind in EndKind}) == len(EndKind)
 
 
+@pytest.mark.parametrize(
+    ("kind", "rung", "told"),
+    [
+        (EndKind.STOP, "acpi", "stopped by acpi"),
+        (EndKind.GUEST_SHUTDOWN, "quit", "GuestShutdown: the guest powered off"),
+        (EndKind.PANIC, "kill", "Panic: the guest's kernel panicked; its VMM was ended by kill"),
+        (EndKind.CRASH, "", "Crash: the VMM ended by itself"),
+    ],
+)
+def test_the_rung_is_told_as_what_it_did(kind: EndKind, rung: str, told: str) -> None:
+    assert describe(Ending(kind=kind, rung=rung), "now") == f"now {told}"
+
+
 def test_a_condition_keeps_its_moment_until_its_status_changes() -> None:
     first = merge([], [condition("Ready", True, "Up")], 1, "t1")
     same = merge(first, [condition("Ready", True, "Still")], 2, "t2")

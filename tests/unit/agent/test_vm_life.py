@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import anyio
+import msgspec
 import pytest
 
 from chv.agent.queries import check_condition
@@ -487,7 +488,8 @@ async def test_nobody_waits_for_what_does_not_exist(kind: str, condition: str, h
 async def test_what_is_not_there_is_deleted() -> None:
     async with open_bench() as bench:
         request = api.WaitCondition(kind="Volume", name="none", condition="deleted")
-        assert (await bench.engine.wait_condition(request)).object == b"null"
+        reply = await bench.engine.wait_condition(request)
+        assert msgspec.json.decode(reply.object) is None
         with pytest.raises(NotFound):
             await bench.until("Ready", "none", "Volume")
 
