@@ -24,7 +24,7 @@ def check_change(tables: Tables, before: StoredObject, after: StoredObject) -> N
         case Volume() as old, Volume() as new:
             _check_volume(tables, before, old, new)
         case Network() as old_network, Network() as new_network:
-            _check_network(before, old_network, new_network)
+            _check_network(tables, before, old_network, new_network)
         case VirtualMachine() as old_vm, VirtualMachine() as new_vm:
             _check_vm(tables, before, old_vm, new_vm)
         case Image() as old_image, Image() as new_image:
@@ -100,7 +100,7 @@ def _check_volume(tables: Tables, before: StoredObject, old: Volume, new: Volume
             field="spec.size",
             hint="a volume only grows",
         )
-    running = [vm for vm in referrers(tables, before.key) if vm.uid in tables.workers]
+    running = _running(tables, before)
     if wanted > was and running:
         raise FailedPrecondition(
             f"it grows only while no VM runs on it, and {running[0].title} does",
@@ -110,9 +110,23 @@ def _check_volume(tables: Tables, before: StoredObject, old: Volume, new: Volume
         )
 
 
-def _check_network(before: StoredObject, old: Network, new: Network) -> None:
+def _check_network(tables: Tables, before: StoredObject, old: Network, new: Network) -> None:
     _refuse_changed(before, "spec.subnet", old.spec.subnet, new.spec.subnet)
     _refuse_changed(before, "spec.gateway", old.spec.gateway, new.spec.gateway)
+    running = _running(tables, before)
+    if old.spec.mtu != new.spec.mtu and running:
+        # A guest has its MTU from its start and from DHCP: larger packets would vanish.
+        raise FailedPrecondition(
+            f"it changes only while no VM runs on it, and {running[0].title} does",
+            resource=before.title,
+            field="spec.mtu",
+            hint=f"chv stop {running[0].key[2]}, then apply again",
+        )
+
+
+def _running(tables: Tables, stored: StoredObject) -> list[StoredObject]:
+    """Return the VMs that refer to an object and have a VMM."""
+    return [vm for vm in referrers(tables, stored.key) if vm.uid in tables.workers]
 
 
 def _check_image(tables: Tables, before: StoredObject, old: Image, new: Image) -> None:

@@ -209,7 +209,10 @@ class NetworkDns(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class NetworkSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A tenant network; `subnet` is fixed at creation."""
+    """A tenant network; `subnet` and `gateway` are fixed at creation.
+
+    `mtu` changes only while no VM runs on the network, all else at once.
+    """
 
     subnet: Ipv4Cidr
     gateway: Annotated[str, Meta(max_length=15)] = ""

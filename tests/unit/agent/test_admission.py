@@ -217,6 +217,21 @@ async def test_a_chosen_vmm_is_fixed_and_told_in_the_words_of_the_manifest() -> 
 
 
 @simulated
+async def test_an_mtu_changes_only_while_no_vm_runs_on_the_network() -> None:
+    async with open_bench() as bench:
+        reply = await bench.apply(*everything())
+        await bench.final(reply.results[-1].operation_id)
+        error = await refused(bench, FailedPrecondition, network(mtu=1400))
+        assert error.field == "spec.mtu"
+        assert "VirtualMachine default/web" in error.message
+        assert "chv stop web" in error.hint
+        await bench.apply(network(uplink="None"))  # at once
+        await bench.final((await bench.act("stop", force=True)).id)
+        reply = await bench.apply(network(uplink="None", mtu=1400))
+        assert (await bench.final(reply.results[0].operation_id)).state == "Succeeded"
+
+
+@simulated
 async def test_a_volume_grows_only_while_its_vm_is_stopped() -> None:
     async with open_bench() as bench:
         reply = await bench.apply(*everything())
