@@ -10,9 +10,9 @@ import anyio
 from chv.agent.console.recording import MARK_ATTACHED, tail_lines
 from chv.agent.links import DaemonLink
 from chv.agent.ports import VmHandle
-from chv.common.errors import Unavailable
+from chv.common.errors import ChvError, OutcomeUnknown, Unavailable
 from chv.common.layout import Layout
-from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, OpenGuestConnection
+from chv.common.wire.nwd import GUEST, OPEN_GUEST_CONNECTION, OpenGuestConnection
 
 CONNECT_TIMEOUT_S = 2.0
 BANNER_TIMEOUT_S = 5.0
@@ -30,9 +30,14 @@ class GuestProbe:
         self._layout = layout
 
     async def probe_ssh(self, nic_id: str, port: int) -> str:
-        """Return the banner that the guest's SSH server sent; Unavailable if none came."""
+        """Return the banner that the guest's SSH server sent; OutcomeUnknown: not asked."""
         request = OpenGuestConnection(nic_id=nic_id, port=port, timeout_s=CONNECT_TIMEOUT_S)
-        reply, fds = await self._nwd.call_fds(OPEN_GUEST_CONNECTION, request)
+        try:
+            reply, fds = await self._nwd.call_fds(OPEN_GUEST_CONNECTION, request)
+        except ChvError as error:
+            if error.resource.startswith(GUEST):
+                raise
+            raise OutcomeUnknown(f"the guest could not be asked: {error}") from error
         with socket.socket(fileno=fds[0]) as connection:
             connection.setblocking(False)
             banner = b""

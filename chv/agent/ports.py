@@ -237,7 +237,11 @@ class GuestPort(Protocol):
     """Evidence from inside a guest."""
 
     async def probe_ssh(self, nic_id: str, port: int) -> str:
-        """Return the SSH banner read through nwd's OpenGuestConnection; Unavailable if none."""
+        """Return the SSH banner read through nwd's OpenGuestConnection.
+
+        Unavailable or DeadlineExceeded where the guest sent none, OutcomeUnknown where it could
+        not be asked: that says nothing about the guest.
+        """
         ...
 
     async def serial_evidence(self, vm: VmHandle) -> str:

@@ -14,6 +14,7 @@ import socket
 import anyio
 
 from chv.common.errors import DeadlineExceeded, Internal, Unavailable
+from chv.common.wire import nwd as wire
 from chv.nwd.kernel import netns
 from chv.nwd.kernel.errors import translated
 
@@ -52,7 +53,9 @@ async def _connect(connection: socket.socket, target: tuple[str, int], timeout_s
         await anyio.wait_writable(connection)
     if scope.cancelled_caught:
         raise DeadlineExceeded(
-            f"{shown} did not answer within {timeout_s:g} s", hint="is the guest up?"
+            f"no answer within {timeout_s:g} s",
+            resource=f"{wire.GUEST}{shown}",
+            hint="is the guest up?",
         )
     number = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if number:
@@ -60,7 +63,9 @@ async def _connect(connection: socket.socket, target: tuple[str, int], timeout_s
 
 
 def _refusal(number: int, shown: str) -> Unavailable | Internal:
-    text = f"connecting to {shown}: {os.strerror(number)}"
+    text = os.strerror(number)
     if number in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
-        return Unavailable(text, hint="nothing in the guest listens there yet")
-    return Internal(text)
+        return Unavailable(
+            text, resource=f"{wire.GUEST}{shown}", hint="nothing in the guest listens there yet"
+        )
+    return Internal(f"connecting to {shown}: {text}")

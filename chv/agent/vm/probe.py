@@ -7,13 +7,14 @@ a new VMM it starts from nothing. Asked often until SSH answers, seldom afterwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import anyio
 
 from chv.agent.context import Context
 from chv.agent.vm.desired import first_nic, handle_of, vm_of
 from chv.agent.vm.status import Evidence
-from chv.common.errors import ChvError
+from chv.common.errors import ChvError, OutcomeUnknown
 
 SSH_PORT = 22
 EAGER_S_FIRST = 0.1
@@ -76,10 +77,14 @@ class Prober:
         serial = self._evidence.serial
         if not serial:
             serial = await self._context.world.guest.serial_evidence(handle_of(stored))
-        banner, problem = await self._ssh()
+        answer = await self._ssh()
+        if answer is None:
+            return replace(self._evidence, serial=serial)
+        banner, problem = answer
         return Evidence(serial=serial, ssh=banner, ssh_problem=problem, asked=True)
 
-    async def _ssh(self) -> tuple[str, str]:
+    async def _ssh(self) -> tuple[str, str] | None:
+        """Return the banner or why there is none; None where the guest could not be asked."""
         stored = self._context.stored(self._uid)
         if stored is None or SSH_PORT not in vm_of(stored).spec.guest_ports:
             return "", ""
@@ -89,8 +94,10 @@ class Prober:
         try:
             with anyio.fail_after(SSH_S):
                 return await self._context.world.guest.probe_ssh(nic, SSH_PORT), ""
-        except (ChvError, OSError) as error:  # TimeoutError is an OSError
-            return "", error.message if isinstance(error, ChvError) else "no answer in time"
+        except (OutcomeUnknown, TimeoutError):  # nwd is away: that says nothing about the guest
+            return None
+        except (ChvError, OSError) as error:
+            return "", error.message if isinstance(error, ChvError) else str(error)
 
 
 def _gist(evidence: Evidence) -> tuple[bool, bool, bool]:

@@ -35,6 +35,7 @@ from chv.common.wire.types import (
 
 GUEST_PORTS_MAX = 16
 FORWARDERS_MAX = 4
+GUEST = "guest "  # so begins the resource of an error that is the guest's own answer
 
 
 class UplinkMode(StrEnum):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import anyio
 import msgspec
 import pytest
 
 from chv.agent.queries import check_condition
-from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from chv.common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OutcomeUnknown,
+    Unavailable,
+)
 from chv.common.wire import agent as api
 from chv.vmm.driver import VmmState
 from tests.sim.bench import Bench, bare, everything, image, open_bench, vm
 from tests.sim.virtual import simulated
-from tests.sim.vmms import SimProcess
+from tests.sim.vmms import SimGuests, SimProcess
 
 
 def live(bench: Bench, name: str = "web") -> SimProcess:
@@ -416,6 +423,26 @@ async def test_a_new_agent_takes_nothing_back_that_the_guest_has_shown() -> None
         since = [[c.last_transition_time for c in s.conditions] for s in (before, after)]
         assert since[0] == since[1]
         assert after.vmm.started_at == before.vmm.started_at
+
+
+@simulated
+async def test_a_guest_that_cannot_be_asked_keeps_what_it_has_shown() -> None:
+    async with open_bench() as bench:
+        await started(bench)
+        await bench.until("SSHReady")
+    machine = bench.machine
+    machine.host.exits = type(machine.host.exits)()
+    away = AsyncMock(side_effect=OutcomeUnknown("the guest could not be asked"))
+    with patch.object(SimGuests, "probe_ssh", away):
+        async with open_bench(machine) as bench:
+            await anyio.sleep(60)
+            assert away.await_count > 1
+            assert bench.condition("SSHReady") == ("True", "Banner")
+    gone = AsyncMock(side_effect=Unavailable("Connection refused"))
+    with patch.object(SimGuests, "probe_ssh", gone):
+        async with open_bench(machine) as bench:
+            await bench.until("SSHReady", status="False")
+            assert bench.condition("GuestBooted")[0] == "True"
 
 
 @simulated
