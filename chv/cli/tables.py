@@ -147,7 +147,7 @@ def _conditions(conditions: Sequence[Item]) -> None:
             entry["status"],
             entry["reason"],
             output.age(entry.get("lastTransitionTime", "")),
-            entry.get("evidence") or entry.get("message", ""),
+            "; ".join(filter(None, (entry.get("message"), entry.get("evidence")))),
         ]
         for entry in conditions
     ]

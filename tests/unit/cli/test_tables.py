@@ -32,3 +32,19 @@ def test_a_running_vm_is_listed_with_what_it_runs_with(capsys: pytest.CaptureFix
     _, first, second = capsys.readouterr().out.splitlines()
     assert first.split()[4:6] == ["2", "512Mi"]
     assert second.split()[4:6] == ["4", "1Gi"]
+
+
+def test_describe_shows_what_a_condition_says_and_rests_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    condition = {
+        "type": "RestartRequired",
+        "status": "True",
+        "reason": "SpecChanged",
+        "message": "cpus: 1 run, 2 wanted",
+        "evidence": "started from generation 1",
+    }
+    status = {"conditions": [condition]}
+    metadata = {"name": "a", "namespace": "default"}
+    tables.describe({"kind": "VirtualMachine", "metadata": metadata, "status": status}, [])
+    assert "cpus: 1 run, 2 wanted; started from generation 1" in capsys.readouterr().out
