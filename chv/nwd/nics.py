@@ -6,6 +6,7 @@ networks. While a VMM holds the tap, changes that would need it fail with InUse.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network
 
 import msgspec
@@ -22,7 +23,7 @@ from chv.common.errors import (
 from chv.common.failpoint import failpoint
 from chv.common.names import check_name
 from chv.common.wire.nwd import AttachVmNic, GuestConnection, NicInfo
-from chv.nwd import guest_connection
+from chv.nwd import guest_connection, observe
 from chv.nwd.addresses import allocate, check_address, check_nic_mac, mac_of
 from chv.nwd.keeper import DETACH, Keeper
 from chv.nwd.kernel import netns, tap
@@ -104,8 +105,17 @@ class Nics:
         )
         return GuestConnection(local=local, remote=remote), connection.detach()
 
+    async def seen(self, nic_ids: Iterable[str]) -> list[NicInfo]:
+        """Describe NICs with what the kernel says of their taps."""
+        infos = [self.info(each) for each in nic_ids]
+        taps: dict[str, list[str]] = {}
+        for info in infos:
+            taps.setdefault(info.network_id, []).append(info.tap)
+        held = await observe.carriers(self._parts, taps)
+        return [msgspec.structs.replace(info, carrier=info.tap in held) for info in infos]
+
     def info(self, nic_id: str) -> NicInfo:
-        """Describe a NIC."""
+        """Describe a NIC as it is recorded."""
         row = self.require(nic_id)
         topology = self._records.networks[row.network_id].topology
         state, message = self._state(row)

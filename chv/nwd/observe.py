@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import anyio.to_thread
 
 from chv.nwd import runfiles, settings
 from chv.nwd.kernel import links, netns, nft_generation, sysctl
+from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, Rtnl, adopt_socket, open_rtnl, open_socket
 from chv.nwd.parts import Parts
@@ -115,6 +117,24 @@ async def observe_nic(
         links=seen(sockets.links, {}),
         bridge=bridge.index,
     )
+
+
+async def carriers(parts: Parts, taps: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Return which of the taps, given by network, some process holds open."""
+    return await anyio.to_thread.run_sync(_carriers, parts, taps)
+
+
+def _carriers(parts: Parts, taps: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """In a thread: everything that blocks."""
+    held: set[str] = set()
+    for network_id, names in taps.items():
+        with translated("looking at taps"):
+            if netns.presence(parts.layout.netns(network_id)) is not netns.Presence.PRESENT:
+                continue
+            path = parts.netns_path(network_id)
+            found = netns.call_in(path, partial(links.read, names))
+        held.update(name for name, link in found.items() if link.carrier)
+    return frozenset(held)
 
 
 async def _around(parts: Parts, network_id: str, look: _Look) -> ObservedNetwork:

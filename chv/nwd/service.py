@@ -94,12 +94,12 @@ class Service:
 
     async def get_nic(self, request: wire.GetNic) -> wire.NicInfo:
         """See the wire."""
-        return self._nics.info(request.nic_id)
+        return (await self._nics.seen([request.nic_id]))[0]
 
     async def list_nics(self, _request: Empty) -> wire.ListNicsReply:
         """See the wire."""
         ids = sorted(self._parts.records.nics)
-        return wire.ListNicsReply(nics=[self._nics.info(each) for each in ids])
+        return wire.ListNicsReply(nics=await self._nics.seen(ids))
 
     # --- the daemon
     async def census(self, _request: Empty) -> CensusReply:

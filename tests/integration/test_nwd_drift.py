@@ -185,3 +185,28 @@ async def test_attach_and_open_repair_what_they_need_at_once() -> None:
         other = await node.attach(network)
         assert await leased(node, other) == other.address
         assert await leased(node, nic) == nic.address
+
+
+async def test_a_nic_has_carrier_only_while_a_process_holds_the_tap_that_is_there() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        nic = await node.attach(network)
+        assert not (await node.nic(nic.nic_id)).carrier, "nobody has opened it"
+        held = await node.open(nic.nic_id)
+        try:
+            other = await node.attach(network)
+            seen = {each.nic_id: each.carrier for each in await node.nics()}
+            assert seen == {nic.nic_id: True, other.nic_id: False}
+            ip("-n", nic.netns, "link", "delete", nic.tap)
+            assert not (await node.nic(nic.nic_id)).carrier, "deleted"
+            await node.attach(network, nic.nic_id, 2, vm_id=nic.vm_id)
+            assert (await node.nic(nic.nic_id)).state == "attached"
+            assert not (await node.nic(nic.nic_id)).carrier, "another tap of the same name"
+        finally:
+            os.close(held)
+        held = await node.open(nic.nic_id)
+        assert (await node.nic(nic.nic_id)).carrier
+        ip("netns", "delete", nic.netns)
+        assert not (await node.nic(nic.nic_id)).carrier, "its namespace is gone"
+        os.close(held)

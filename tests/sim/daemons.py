@@ -203,6 +203,7 @@ class SimNic:
     mac: str
     address: str
     hostname: str
+    tap_lost: bool = False  # deleted and made again while a VMM had it open
 
 
 @dataclass
@@ -319,6 +320,7 @@ class SimNwd:
             gateway="10.9.0.1",
             mtu=1450,
             hostname=nic.hostname,
+            carrier=self.vmm_alive(nic.vm_id) and not nic.tap_lost,
         )
 
 

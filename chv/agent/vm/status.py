@@ -191,8 +191,30 @@ def _network_ready(picture: Picture) -> Condition:
     missing = [nic.network for nic in picture.desired.nics if nic.nic_id not in right]
     if missing:
         return condition("NetworkReady", False, "NotAttached", f"no NIC yet on {missing}")
+    lost = _lost_taps(picture)
+    if lost:
+        name = vm_of(picture.stored).metadata.name
+        message = f"the VMM has lost the tap of {', '.join(lost)}; chv restart {name} makes it anew"
+        return condition("NetworkReady", False, "TapLost", message)
     taps = [f"{nic.tap} {nic.address}" for nic in picture.sight.nics.values()]
     return condition("NetworkReady", True, "Attached", evidence=", ".join(sorted(taps)))
+
+
+def _lost_taps(picture: Picture) -> list[str]:
+    """Return the NICs whose tap nobody holds, though a VMM that booted held it since its start.
+
+    Its tap was deleted and nwd made another of that name, which the VMM does not have.
+    """
+    worker = picture.sight.vm.worker
+    running = picture.state in (VmmState.RUNNING, VmmState.PAUSED)
+    if worker is None or not (picture.alive and worker.booted and running):
+        return []
+    seen = picture.sight.nics
+    return [
+        repr(nic.name)
+        for nic in picture.desired.nics
+        if nic.nic_id in seen and not seen[nic.nic_id].carrier
+    ]
 
 
 def _vmm_running(picture: Picture) -> Condition:

@@ -114,7 +114,10 @@ class AttachVmNic(Message, frozen=True, kw_only=True):
 
 
 class NicInfo(Reply, frozen=True, kw_only=True):
-    """A NIC as it is. `state`: attached | absent | degraded."""
+    """A NIC as it is. `state`: attached | absent | degraded.
+
+    `carrier`: some process holds the tap open; looked at by GetVmNic and ListVmNics alone.
+    """
 
     nic_id: str
     vm_id: str
@@ -130,6 +133,7 @@ class NicInfo(Reply, frozen=True, kw_only=True):
     hostname: str
     state: str = "attached"
     message: str = ""
+    carrier: bool = True
 
 
 class NicRef(Message, frozen=True, kw_only=True):

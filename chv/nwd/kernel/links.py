@@ -17,6 +17,7 @@ from chv.nwd.kernel.errors import translated
 _RTM_GETLINK = 18
 _INFO = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
 _ADDRESS, _IFNAME, _MTU, _MASTER, _LINKINFO, _IFALIAS, _EXT_MASK = 1, 3, 4, 10, 18, 20, 29
+_CARRIER = 33
 _INFO_KIND, _INFO_DATA, _INFO_SLAVE_KIND, _INFO_SLAVE_DATA = 1, 2, 4, 5
 _TUN_OWNER, _PORT_ISOLATED = 1, 33
 _SKIP_STATISTICS = struct.pack("=I", 8)
@@ -38,6 +39,7 @@ class Link:
     master: int = 0
     isolated: bool = False
     owner_uid: int = -1
+    carrier: bool = False  # of a tap: somebody holds it open
 
 
 def read_all() -> dict[str, Link]:
@@ -94,6 +96,7 @@ def parse(body: bytes) -> Link:
         master=_number(found.get(_MASTER, b"")),
         isolated=port.get(_PORT_ISOLATED, b"\0")[0] == 1,
         owner_uid=-1 if owner == _NO_OWNER else owner,
+        carrier=found.get(_CARRIER, b"\0")[0] == 1,
     )
 
 
