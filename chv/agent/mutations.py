@@ -20,7 +20,13 @@ from chv.agent.network.reconciler import topology
 from chv.agent.ports import ArtifactInfo, OnProgress
 from chv.agent.records import Change, PutObject, PutRequest, RequestRow, StoredObject
 from chv.agent.verbs import acted
-from chv.common.errors import ChvError, Conflict, FailedPrecondition, InvalidArgument
+from chv.common.errors import (
+    ChvError,
+    Conflict,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+)
 from chv.common.wire import agent as api
 from chv.common.wire import nwd
 from chv.common.wire.agent import Operation
@@ -60,6 +66,8 @@ class Mutations:
             if known is not None:
                 return msgspec.json.decode(known.reply, type=api.ApplyReply)
             admitted = admit(self._context, resources, request.requester, request.reason)
+            if admitted.changes:
+                await self._refuse_when_short()
             reply = api.ApplyReply(results=list(admitted.results))
             if request.dry_run:
                 return _dry(reply)
@@ -68,6 +76,15 @@ class Mutations:
                 await ledger.commit_held(*admitted.changes, *remembered)
         self._start(admitted)
         return reply
+
+    async def _refuse_when_short(self) -> None:
+        """The reserve is for deletions and for the VMs that run."""
+        shortage = await self._context.ledger.store.shortage()
+        if shortage:
+            raise ResourceExhausted(
+                f"no space for new objects: {shortage}",
+                hint="free space there, or delete objects, then apply again",
+            )
 
     def _start(self, admitted: Admitted) -> None:
         for stored in admitted.stored:
@@ -198,6 +215,7 @@ class Mutations:
         """Store a file as an artifact, then apply the Image that has it."""
         self._context.world.gate.check("create")
         self._refuse_used_image(request)
+        await self._refuse_when_short()
         info = await self._context.world.images.import_file(
             request.path, request.sha256, _declared(request), on_progress
         )

@@ -270,6 +270,10 @@ class AgentStore(Protocol):
         """Return what was recorded for an Idempotency-Key."""
         ...
 
+    async def shortage(self) -> str:
+        """Say where space lacks, so that nothing new may be stored; empty where there is some."""
+        ...
+
 
 def with_status(resource: Resource, status: Status) -> Resource:
     """Return the resource with another status."""

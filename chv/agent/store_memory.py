@@ -46,6 +46,10 @@ class MemoryStore:
         """Return what was recorded for an Idempotency-Key."""
         return self.tables.requests.get(key)
 
+    async def shortage(self) -> str:
+        """Never: memory has no reserve."""
+        return ""
+
 
 def _target(operation: Operation) -> tuple[str, str, str]:
     return (operation.kind, operation.namespace, operation.name)

@@ -38,6 +38,7 @@ from chv.agent.records import (
     with_status,
 )
 from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
+from chv.common.files import free_bytes
 from chv.common.store import Connection, Row, Store
 from chv.common.wire.agent import Operation, OperationStep
 from chv.common.wire.resources import KINDS
@@ -112,6 +113,16 @@ class SqliteStore:
         query = "SELECT key, digest, reply FROM requests WHERE key = ?"
         row = await self._store.read(lambda db: db.execute(query, (key,)).fetchone())
         return None if row is None else RequestRow(**dict(row))
+
+    async def shortage(self) -> str:
+        """Say where space lacks, so that nothing new may be stored; empty where there is some."""
+        if self._store.is_short_of_space:
+            # A transaction of nothing: after each, the store tries to make its reserve again.
+            await self._store.write(lambda db: None)
+        if not self._store.is_short_of_space:
+            return ""
+        directory = self._store.path.parent
+        return f"{directory} has {free_bytes(directory)} bytes free"
 
 
 @asynccontextmanager

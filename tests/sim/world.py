@@ -81,6 +81,10 @@ class SimStore:
         self._chaos.check(self._life)
         return await self._store.request(key)
 
+    async def shortage(self) -> str:
+        self._chaos.check(self._life)
+        return await self._store.shortage()
+
 
 class Machine:
     """Everything that outlives an agent."""

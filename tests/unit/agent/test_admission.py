@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -421,3 +422,23 @@ async def test_a_missing_image_file_fails_the_image_and_a_new_spec_heals_it() ->
         assert bench.get("Image", "disk").status.phase == "Failed"
         reply = await bench.apply(image("disk", disk=DISK))
         assert (await bench.final(reply.results[0].operation_id)).state == "Succeeded"
+
+
+@simulated
+async def test_on_a_full_disk_nothing_new_is_taken_and_everything_can_still_go() -> None:
+    async def shortage() -> str:
+        return "/state has 7 bytes free"
+
+    async with open_bench() as bench:
+        await bench.apply(*everything())
+        await bench.until("SSHReady")
+        with patch.object(bench.machine.store, "shortage", shortage):
+            for objects in ([network("other")], [network("n", mtu=1400), bare("new")]):
+                error = await refused(bench, ResourceExhausted, *objects)
+                assert "/state has 7 bytes free" in error.message
+                assert error.hint
+            again = await bench.apply(*everything())
+            assert {result.action for result in again.results} == {"unchanged"}
+            await bench.final((await bench.act("stop")).id)
+            await bench.final((await bench.delete("VirtualMachine", "web")).id)
+        await bench.apply(network("other"))

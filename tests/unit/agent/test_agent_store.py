@@ -29,9 +29,11 @@ from chv.agent.records import (
     WorkerRow,
 )
 from chv.agent.store_memory import MemoryStore
-from chv.agent.store_sqlite import open_store
+from chv.agent.store_sqlite import MIGRATIONS, SqliteStore, open_store
+from chv.common import store_file
 from chv.common.errors import AlreadyExists, ChvError, Conflict, NotFound, StaleGeneration
 from chv.common.ids import Ids
+from chv.common.store import Store
 from chv.common.wire.agent import Operation, OperationState, OperationStep
 from chv.common.wire.manifest import parse
 from chv.common.wire.resources import VirtualMachineStatus, VmPhase
@@ -268,3 +270,20 @@ async def test_sqlite_has_everything_after_it_was_opened_again(tmp_path: Path) -
         before = await store.load()
     async with opened("sqlite", tmp_path) as store:
         assert await store.load() == before
+
+
+async def test_a_full_disk_is_told_with_its_directory_until_there_is_space_again(
+    tmp_path: Path,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_file, "free_bytes", lambda path: 0)
+        async with Store.open(tmp_path / "agent.db", MIGRATIONS, reserve_bytes=1 << 16) as inner:
+            store = SqliteStore(inner)
+            assert str(tmp_path) in await store.shortage()
+            assert "bytes free" in await store.shortage()
+            patch.undo()
+            assert not await store.shortage(), "looked at anew without any other write"
+
+
+async def test_memory_is_never_short() -> None:
+    assert not await MemoryStore().shortage()
