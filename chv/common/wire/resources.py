@@ -8,7 +8,7 @@ the rules that span fields live in `chv.common.wire.manifest`.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,8 @@ from chv.common.wire.types import (
     Text,
 )
 
+T = TypeVar("T")
+
 DISKS_MAX = 16
 INTERFACES_MAX = 8
 SSH_KEYS_MAX = 32
@@ -46,6 +48,12 @@ LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
 
 class Struct(msgspec.Struct, metaclass=FrozenMeta, rename="camel", forbid_unknown_fields=True):
     """Base of everything in a manifest."""
+
+
+def _always(value: T) -> T:
+    """Return a default that is written all the same: `omit_defaults` spares made ones."""
+    made: T = msgspec.field(default_factory=lambda: value)
+    return made
 
 
 class OwnerReference(Struct, kw_only=True, frozen=True):
@@ -147,7 +155,7 @@ class ImageStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What is stored of the image."""
 
     observed_generation: int = 0
-    phase: str = "Pending"  # Pending | Importing | Ready | Failed | Deleting
+    phase: str = _always("Pending")  # Pending | Importing | Ready | Failed | Deleting
     kernel: ArtifactStatus | None = None
     initramfs: ArtifactStatus | None = None
     disk: ArtifactStatus | None = None
@@ -184,7 +192,7 @@ class VolumeStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The volume as stord reports it."""
 
     observed_generation: int = 0
-    phase: str = "Pending"  # Pending | Ready | Attached | Failed | Deleting
+    phase: str = _always("Pending")  # Pending | Ready | Attached | Failed | Deleting
     size_bytes: int = 0
     allocated_bytes: int = 0
     attached_to: str = ""  # namespace/name of the VM
@@ -225,7 +233,7 @@ class NetworkStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The network as nwd reports it."""
 
     observed_generation: int = 0
-    phase: str = "Pending"  # Pending | Ready | Degraded | Failed | Deleting
+    phase: str = _always("Pending")  # Pending | Ready | Degraded | Failed | Deleting
     netns: str = ""
     gateway: str = ""
     domain: str = ""
@@ -365,7 +373,7 @@ class VirtualMachineStatus(Struct, kw_only=True, frozen=True, omit_defaults=True
     """Observed state of a VM."""
 
     observed_generation: int = 0
-    phase: VmPhase = VmPhase.PENDING
+    phase: VmPhase = _always(VmPhase.PENDING)
     vmm: VmmStatus = VmmStatus()
     interfaces: list[InterfaceStatus] = []
     disks: list[DiskStatus] = []
