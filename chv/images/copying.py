@@ -35,11 +35,30 @@ def open_source(path: Path) -> Iterator[int]:
             f"{path}: {reason}", field="source.path", hint="the path of a regular file"
         ) from error
     try:
-        if not stat.S_ISREG(os.fstat(source).st_mode):
-            raise InvalidArgument(f"{path} is not a regular file", field="source.path")
+        _refuse_unfit(path, os.fstat(source))
         yield source
     finally:
         os.close(source)
+
+
+def _refuse_unfit(path: Path, status: os.stat_result) -> None:
+    """Refuse what holds no image: no regular file, a file that the kernel makes up, no byte."""
+    reason = ""
+    if not stat.S_ISREG(status.st_mode):
+        reason = "is not a regular file"
+    elif status.st_dev in _kernel_devices():
+        reason = "is made up by the kernel and not stored anywhere"
+    elif status.st_size == 0:
+        reason = "is empty"
+    if reason:
+        raise InvalidArgument(
+            f"{path} {reason}", field="source.path", hint="the path of a regular file"
+        )
+
+
+def _kernel_devices() -> frozenset[int]:
+    found = (Path("/proc"), Path("/sys"))
+    return frozenset(path.stat().st_dev for path in found if path.is_mount())
 
 
 def copy_hashed(source: int, target: Path, progress: Progress) -> tuple[str, int]:

@@ -215,3 +215,25 @@ async def test_two_imports_of_one_file_at_once_give_one_artifact(
         for _ in range(4):
             tasks.start_soon(store.import_file, source, "raw", DIGEST)
     assert entries(tmp_path) == [DIGEST]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("empty", "is empty"),
+        ("/proc/version", "made up by the kernel"),
+        ("/sys/kernel/mm/transparent_hugepage/enabled", "made up by the kernel"),
+    ],
+)
+async def test_a_source_without_content_of_its_own_is_refused(
+    store: ImageStore, tmp_path: Path, path: str, reason: str
+) -> None:
+    (tmp_path / "empty").touch()
+    source = tmp_path / path
+    if not source.exists():
+        pytest.skip("this kernel has no such file")
+    with pytest.raises(InvalidArgument, match=reason) as caught:
+        await store.import_file(source, "raw")
+    assert caught.value.field == "source.path"
+    assert caught.value.hint
+    assert entries(tmp_path) == []
