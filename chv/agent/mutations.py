@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
+import anyio.to_thread
 import msgspec
 
 from chv.agent import queries
@@ -20,6 +21,7 @@ from chv.agent.network.reconciler import topology
 from chv.agent.ports import ArtifactInfo, OnProgress
 from chv.agent.records import Change, PutObject, PutRequest, RequestRow, StoredObject
 from chv.agent.verbs import acted
+from chv.agent.vm.desired import vm_of
 from chv.common.errors import (
     ChvError,
     Conflict,
@@ -40,9 +42,14 @@ from chv.common.wire.resources import (
     Network,
     ObjectMeta,
     Resource,
+    VirtualMachine,
 )
+from chv.guest.user_data import check_user_data
 
 _replace = msgspec.structs.replace
+
+# YAML takes 30 microseconds a character at worst: more of it would hold up the event loop.
+INLINE_CHARACTERS_MAX = 1024
 
 
 class Mutations:
@@ -60,6 +67,7 @@ class Mutations:
         resources = ordered([parse(raw) for raw in request.objects])
         digest = _digest("apply", *map(encode, resources))
         await self._check_networks(resources)
+        await self._check_user_data(resources)
         ledger = self._context.ledger
         async with ledger.writing():
             known = await self._recorded(request.idempotency_key, digest)
@@ -108,6 +116,25 @@ class Mutations:
                 )
             except ChvError as error:
                 error.resource = f"Network {metadata.namespace}/{metadata.name}"
+                raise
+
+    async def _check_user_data(self, resources: list[Resource]) -> None:
+        """Refuse now what would fail each start."""
+        for resource in resources:
+            if not isinstance(resource, VirtualMachine):
+                continue
+            metadata, text = resource.metadata, resource.spec.cloud_init.user_data
+            key = ("VirtualMachine", metadata.namespace, metadata.name)
+            known = self._context.ledger.tables.find(*key)
+            if known is not None and vm_of(known).spec.cloud_init.user_data == text:
+                continue
+            try:
+                if len(text) > INLINE_CHARACTERS_MAX:
+                    await anyio.to_thread.run_sync(check_user_data, text)
+                else:
+                    check_user_data(text)
+            except InvalidArgument as error:
+                error.resource = f"VirtualMachine {metadata.namespace}/{metadata.name}"
                 raise
 
     # --- delete

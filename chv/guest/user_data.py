@@ -28,6 +28,11 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+def check_user_data(text: str) -> None:
+    """Raise where no seed could be made of `text`, before there is anything to merge it into."""
+    merge_user_data({"ssh_authorized_keys": []}, text)
+
+
 def merge_user_data(ours: dict[str, Any], text: str) -> dict[str, Any]:
     """Return `ours` with the cloud-config `text` merged in."""
     merged = dict(ours)
@@ -35,7 +40,7 @@ def merge_user_data(ours: dict[str, Any], text: str) -> dict[str, Any]:
         if key in PINNED:
             raise InvalidArgument(
                 f"{key} is set by CHV, which pins the host key",
-                field=f"{FIELD}.{key}",
+                field=FIELD,
                 hint="remove it",
             )
         if key in ours and isinstance(ours[key], list):
@@ -74,5 +79,5 @@ def parse(text: str) -> dict[str, Any]:
 
 def _as_list(key: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise InvalidArgument("must be a list", field=f"{FIELD}.{key}")
+        raise InvalidArgument(f"{key} must be a list", field=FIELD)
     return value

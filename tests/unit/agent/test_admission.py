@@ -8,6 +8,7 @@ from unittest.mock import patch
 import anyio
 import pytest
 
+from chv.agent.mutations import INLINE_CHARACTERS_MAX
 from chv.common.errors import (
     ChvError,
     Conflict,
@@ -442,3 +443,22 @@ async def test_on_a_full_disk_nothing_new_is_taken_and_everything_can_still_go()
             await bench.final((await bench.act("stop")).id)
             await bench.final((await bench.delete("VirtualMachine", "web")).id)
         await bench.apply(network("other"))
+
+
+@simulated
+async def test_user_data_that_no_guest_could_get_is_refused_at_once() -> None:
+    async with open_bench() as bench:
+        await bench.apply(image(), bare(cloudInit={"userData": "runcmd: [ls]"}))
+        for text in ("a: x\0y", "a: [unclosed", "ssh_keys: {}", "#!/bin/sh\n", "- a list"):
+            for name in ("web", "new"):
+                changed = bare(name, cloudInit={"userData": text})
+                error = await refused(bench, InvalidArgument, changed)
+                assert error.field == "spec.cloudInit.userData", text
+                assert error.resource == f"VirtualMachine default/{name}"
+
+
+async def test_long_user_data_is_checked_too() -> None:
+    async with open_bench() as bench:
+        text = "a: [" + "x," * INLINE_CHARACTERS_MAX
+        error = await refused(bench, InvalidArgument, image(), bare(cloudInit={"userData": text}))
+        assert error.field == "spec.cloudInit.userData"
