@@ -43,8 +43,8 @@ DISCONNECT_TIMEOUT_S = 1.0
 DELETED_POLL_S = 0.1
 REPLY_BYTES_MAX = 16 * 1024 * 1024
 
-# The library reports what we raise; once is enough.
-logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL)
+# The library reports what we raise, tracebacks as critical ones; once is enough.
+logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL + 1)
 
 
 class Monitor:
