@@ -65,7 +65,7 @@ def sim(session: nox.Session) -> None:
     """The real reconciler against a simulated world: seeded kills and faults on virtual time."""
     schedules = os.environ.get("CHV_SIM_SCHEDULES", SIM_SCHEDULES_CI)
     _python(
-        session, "-m", "pytest", *PARALLEL, "tests/sim", *session.posargs,
+        session, "-m", "pytest", "-n", "2", "-q", "tests/sim", *session.posargs,
         env={"CHV_SIM_SCHEDULES": schedules},
     )  # fmt: skip
 
