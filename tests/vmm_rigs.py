@@ -100,6 +100,7 @@ class ProcessRig:
         self.backend: Child | None = None
         self.serial: SocketStream | None = None
         self.stack = stack
+        self.kept_root = False
         self.nics: dict[str, int] = {}
 
     def config(self, *, disk: bool) -> VmmConfig:
@@ -131,6 +132,7 @@ class ProcessRig:
         if disk:
             os.chown(self.export, uid, uid)
         launch = self.driver.launch(config)
+        self.kept_root = launch.keep_root
         spec = SpawnSpec(
             worker_id=config.worker_id,
             argv=launch.argv,

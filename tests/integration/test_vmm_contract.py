@@ -310,6 +310,8 @@ async def test_a_vmm_process_has_its_own_uid_and_no_capabilities(kind: str) -> N
         assert isinstance(made, ProcessRig)
         await made.launch()
         assert made.record is not None
+        if kind == "fake_process" and made.kept_root:
+            pytest.skip("this checkout is below a directory that other uids cannot enter")
         lines = Path(f"/proc/{made.record.pid}/status").read_text().splitlines()
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         uid = str(made.layout.vmm_uid(0))
