@@ -138,9 +138,14 @@ class CgroupProvider:
 
     async def retire(self) -> None:
         """Remove the instance's own directory and the empty leaves in it."""
-        await self.sweep()
-        if not _remove(self.base):
-            raise InUse(f"cgroup {self.base} still has workers")
+        with anyio.move_on_after(REMOVE_WAIT_S_MAX):
+            await self.sweep()
+            while not _remove(self.base):
+                # What was just killed leaves its cgroup a moment later.
+                await anyio.sleep(REMOVE_POLL_S)
+                await self.sweep()
+            return
+        raise InUse(f"cgroup {self.base} still has workers")
 
     def _own_leaf(self, record: WorkerRecord) -> Path | None:
         """Return the leaf of a record if it lies directly below the instance's directory."""
