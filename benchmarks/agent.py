@@ -42,13 +42,10 @@ def _object(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vm(name: str, *, with_disk: bool) -> list[dict[str, Any]]:
-    spec: dict[str, Any] = {
-        "memory": "64Mi",
-        "boot": {"image": "tiny"},
-        "interfaces": [{"name": "eth0", "network": "lan"}],
-    }
+    spec: dict[str, Any] = {"memory": "64Mi", "boot": {"image": "tiny"}}
     if not with_disk:
         return [_object("VirtualMachine", name, spec)]
+    spec["interfaces"] = [{"name": "eth0", "network": "lan"}]
     spec["disks"] = [{"name": "data", "volume": name}]
     volume = _object("Volume", name, {"size": "64Mi", "format": "raw"})
     return [volume, _object("VirtualMachine", name, spec)]
