@@ -84,7 +84,6 @@ class VmmConfig(_Table, frozen=True):
 
     driver: Literal["auto", "cloud-hypervisor", "qemu", "fake"] = "auto"
     qemu_binary: PathText = ""
-    cloud_hypervisor_binary: PathText = ""
     kvm: Literal["auto", "off"] = "auto"
 
 
@@ -197,9 +196,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         yield "network.host_netns", config.network.host_netns
     for index, path in enumerate(config.storage.allowed_paths):
         yield f"storage.allowed_paths[{index}]", path
-    for key in ("qemu_binary", "cloud_hypervisor_binary"):
-        if path := getattr(config.vmm, key):
-            yield f"vmm.{key}", path
+    if config.vmm.qemu_binary:
+        yield "vmm.qemu_binary", config.vmm.qemu_binary
 
 
 def _check_absolute(path: str, field: str) -> None:
