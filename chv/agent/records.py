@@ -22,15 +22,17 @@ from chv.common.wire.resources import (
     RunStrategy,
     VirtualMachineSpec,
     VirtualMachineStatus,
+    VolumeSnapshotStatus,
     VolumeStatus,
 )
 from chv.common.wire.types import FrozenMeta
 from chv.vmm.driver import VmmConfig
 
-Status = VirtualMachineStatus | VolumeStatus | NetworkStatus | ImageStatus
+Status = VirtualMachineStatus | VolumeStatus | VolumeSnapshotStatus | NetworkStatus | ImageStatus
 STATUS_TYPES: dict[str, type[Status]] = {
     "VirtualMachine": VirtualMachineStatus,
     "Volume": VolumeStatus,
+    "VolumeSnapshot": VolumeSnapshotStatus,
     "Network": NetworkStatus,
     "Image": ImageStatus,
 }
@@ -66,6 +68,24 @@ class VmFacts(Record):
     host_key: str = ""
     last_stop: str = ""
     restarts: int = 0
+
+
+class VolumeRequest(Record):
+    """A verb on a volume that is under way; cleared when it has ended."""
+
+    operation_id: str
+    verb: str  # of `VolumeVerb`
+    snapshot: str = ""
+    target: str = ""
+    incremental: bool = False
+    bps_max: int = 0
+    cancelling: bool = False
+
+
+class VolumeFacts(Record):
+    """What is true of a volume beyond its spec."""
+
+    request: VolumeRequest | None = None
 
 
 class EndKind(StrEnum):
@@ -106,10 +126,11 @@ class WorkerRow(Record):
 
 
 class StoredObject(Record):
-    """An object with metadata, spec and last status; VMs have facts."""
+    """An object with metadata, spec and last status; VMs have facts, volumes may."""
 
     resource: Resource
     facts: VmFacts | None = None
+    volume_facts: VolumeFacts | None = None
 
     @property
     def uid(self) -> str:

@@ -73,10 +73,30 @@ class NetworkConfig(_Table, frozen=True):
 
 
 class StorageConfig(_Table, frozen=True):
-    """`[storage]`: what stord may open. No allowed path: only our own volume directory."""
+    """`[storage]`: what stord may open. An empty list allows nothing of its kind.
+
+    `allowed_paths`: directories of images beyond our own. `pools`: directories for volumes of
+    class `file`, by name. `backup_paths`: directories that backups go to and come from.
+    `allowed_devices`: device nodes, a trailing `*` stands for any rest of the last component.
+    `volume_groups`: LVM groups. `remotes`: `nbd://HOST:PORT`, `nbd+unix://PATH`,
+    `iscsi://HOST:PORT/TARGET`, `rbd://POOL`. Percentages are of the file system or pool that the
+    bytes go to.
+    """
 
     allowed_paths: Annotated[list[PathText], Meta(max_length=256)] = []
+    pools: Annotated[dict[Text, PathText], Meta(max_length=64)] = {}
+    backup_paths: Annotated[list[PathText], Meta(max_length=64)] = []
+    allowed_devices: Annotated[list[PathText], Meta(max_length=256)] = []
+    volume_groups: Annotated[list[Text], Meta(max_length=64)] = []
+    remotes: Annotated[list[Text], Meta(max_length=256)] = []
     aio: Literal["native", "threads", "io_uring"] = "native"
+    # auto: raw disks get an in-flight proxy, so that their VM survives a dead storage daemon.
+    proxy: Literal["auto", "off"] = "auto"
+    storage_daemon_binary: PathText = ""  # empty: looked for in PATH
+    space_warn_percent: Annotated[int, Meta(ge=1, le=100)] = 85
+    space_critical_percent: Annotated[int, Meta(ge=1, le=100)] = 95
+    # Less than this is critical as well, whatever the percentage says; 0: percentages alone.
+    space_critical_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 256 << 20
 
 
 class VmmConfig(_Table, frozen=True):

@@ -73,6 +73,10 @@ class Layout:
         """0700 <storage uid>: the storage daemon's monitor and unprimed exports."""
         return self.vm(vm_uid) / "qsd"
 
+    def external_name(self, volume_uid: str) -> str:
+        """Return the name of the logical volume (or RBD image) of a volume."""
+        return f"chv-{self.instance}-{volume_uid}"
+
     def export(self, vm_uid: str, volume_uid: str) -> Path:
         """Return the VMM-facing vhost-user-blk socket; the same name for the attachment's life."""
         return self.vm(vm_uid) / f"{short_uid(volume_uid)}.sock"
@@ -108,6 +112,11 @@ class Layout:
     def volume(self, volume_uid: str) -> Path:
         """Return the directory of a volume of class `file`."""
         return self.state / "volumes" / volume_uid
+
+    @property
+    def keys(self) -> Path:
+        """0700 root: encryption keys, `<namespace>/<name>`, each 0600."""
+        return self.state / "keys"
 
     def vm_state(self, vm_uid: str) -> Path:
         """0711 root: seed disk (0600, the VM's uid), host keys, serial recording."""
@@ -169,6 +178,11 @@ class Layout:
     def dns_uid(self) -> int:
         """Return the uid (and gid) of this instance's dnsmasq workers, beyond every VM slot."""
         return self.uid_block + UID_BLOCK_SIZE - 1
+
+    @property
+    def tools_uid(self) -> int:
+        """Return the uid (and gid) under which stord runs qemu-img on detached volumes."""
+        return self.uid_block + UID_BLOCK_SIZE - 2
 
 
 def check_socket_path(path: Path) -> Path:

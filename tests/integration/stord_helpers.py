@@ -107,7 +107,7 @@ class Node:
             meta=meta(generation),
             volume_id=volume_id,
             backend=wire.VolumeBackend(
-                class_name="file",
+                class_name=wire.VolumeClass.FILE,
                 format=wire.VolumeFormat(format),
                 size_bytes=size_bytes,
                 source=source,

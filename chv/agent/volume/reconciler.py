@@ -62,7 +62,7 @@ class VolumeReconciler(SimpleReconciler):
                 meta=self._context.meta(operation_id, volume.metadata.generation),
                 volume_id=self._uid,
                 backend=stord.VolumeBackend(
-                    class_name=volume.spec.class_.value,
+                    class_name=stord.VolumeClass(volume.spec.class_.value),
                     format=stord.VolumeFormat(volume.spec.format.value),
                     size_bytes=parse_bytes(volume.spec.size, field="spec.size"),
                     source=source,

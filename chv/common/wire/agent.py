@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from chv.common.errors import ErrorData
 from chv.common.rpc import Method
+from chv.common.wire.stord import JobsReply, StorageMetrics
 from chv.common.wire.types import (
     CENSUS,
     HELLO,
@@ -33,7 +34,7 @@ OBJECTS_MAX = 200
 LOG_LINES_MAX = 10_000
 WAIT_S_MAX = 3600.0
 
-Kind = Annotated[str, Meta(pattern=r"^(VirtualMachine|Volume|Network|Image)\Z")]
+Kind = Annotated[str, Meta(pattern=r"^(VirtualMachine|Volume|VolumeSnapshot|Network|Image)\Z")]
 
 
 class Apply(Message, frozen=True, kw_only=True):
@@ -125,6 +126,36 @@ class ActOnVm(Message, frozen=True, kw_only=True):
     idempotency_key: ShortText = ""
 
 
+class VolumeVerb(StrEnum):
+    """`grow_now` unplugs the disk of a running VM, lets it grow, and plugs it again."""
+
+    CHECK = "check"
+    REPAIR = "repair"
+    BACKUP = "backup"
+    RESTORE = "restore"
+    GROW_NOW = "grow_now"
+
+
+class ActOnVolume(Message, frozen=True, kw_only=True):
+    """A verb on a Volume, done as one operation that shows progress and may be cancelled.
+
+    `snapshot` belongs to restore: a VolumeSnapshot that has this volume. `target` and
+    `incremental` belong to backup: a directory of the node below storage.backup_paths, or
+    `nbd://host:port/export` of an allowed server.
+    """
+
+    verb: VolumeVerb
+    name: Name
+    namespace: Name = "default"
+    requester: ShortText
+    reason: ShortText = ""
+    snapshot: NameOrEmpty = ""
+    target: ShortText = ""
+    incremental: bool = False
+    bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    idempotency_key: ShortText = ""
+
+
 class OperationState(StrEnum):
     """Pending and Running are live; the others are final."""
 
@@ -178,6 +209,49 @@ class OperationRef(Message, frozen=True, kw_only=True):
     """One operation."""
 
     operation_id: Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class CancelOperation(Message, frozen=True, kw_only=True):
+    """Cancel where that is safe: backup, move, check, deletion of a snapshot; else refused."""
+
+    operation_id: ShortText
+    requester: ShortText
+    reason: ShortText = ""
+
+
+class PutKey(Message, frozen=True, kw_only=True):
+    """Store an encryption key of the node; `key` is base64, empty: one is made at random.
+
+    A name is used once: ALREADY_EXISTS. The key can never be read back through the API.
+    """
+
+    name: Name
+    namespace: Name = "default"
+    key: Annotated[str, Meta(max_length=16384, pattern=r"^[A-Za-z0-9+/]*={0,2}\Z")] = ""
+    requester: ShortText
+
+
+class DeleteKey(Message, frozen=True, kw_only=True):
+    """Destroy a key; IN_USE where a volume names it."""
+
+    name: Name
+    namespace: Name = "default"
+    requester: ShortText
+
+
+class KeyInfo(Reply, frozen=True, kw_only=True):
+    """A key by name, and the volumes that name it."""
+
+    name: str
+    namespace: str
+    created_at: str
+    used_by: list[str] = []
+
+
+class KeysReply(Reply, frozen=True, kw_only=True):
+    """Every key, never its value."""
+
+    keys: list[KeyInfo] = []
 
 
 class ListOperations(Message, frozen=True, kw_only=True):
@@ -323,6 +397,60 @@ class ImportImage(Message, frozen=True, kw_only=True):
     requester: ShortText
 
 
+class FetchImage(Message, frozen=True, kw_only=True):
+    """Import one artifact by URL; what was fetched before a break is used again."""
+
+    name: Name
+    namespace: Name = "default"
+    artifact: Annotated[str, Meta(pattern=r"^(kernel|initramfs|disk)\Z")] = "disk"
+    url: Annotated[str, Meta(max_length=2048, pattern=r"^https?://[\x21-\x7e]+\Z")]
+    format: Annotated[str, Meta(pattern=r"^(raw|qcow2)\Z")] = "raw"
+    sha256: Sha256OrEmpty = ""  # needed for http://
+    requester: ShortText
+
+
+class OpenUpload(Message, frozen=True, kw_only=True):
+    """Begin an import of data that the caller sends: the reply carries the end of a pipe."""
+
+    size_bytes_max: Annotated[int, Meta(ge=1, le=2**46)] = 2**40
+
+
+class UploadReply(Reply, frozen=True, kw_only=True):
+    """Write the data into the descriptor, close it, then call FinishUpload."""
+
+    upload_id: str
+
+
+class FinishUpload(Message, frozen=True, kw_only=True):
+    """Take what was sent as an artifact and (re)define the Image.
+
+    `size_bytes` is what the caller has sent: a shorter or longer upload is refused.
+    """
+
+    upload_id: ShortText
+    size_bytes: Annotated[int, Meta(ge=0, le=2**46)]
+    name: Name
+    namespace: Name = "default"
+    artifact: Annotated[str, Meta(pattern=r"^(kernel|initramfs|disk)\Z")] = "disk"
+    format: Annotated[str, Meta(pattern=r"^(raw|qcow2)\Z")] = "raw"
+    sha256: Sha256OrEmpty = ""
+    requester: ShortText
+
+
+class CollectImages(Message, frozen=True, kw_only=True):
+    """Remove stored artifacts and partial downloads that nothing refers to."""
+
+    dry_run: bool = False
+    requester: ShortText
+
+
+class CollectImagesReply(Reply, frozen=True, kw_only=True):
+    """What was (or would be) removed."""
+
+    removed: list[str] = []
+    freed_bytes: int = 0
+
+
 class ImportImageReply(Reply, frozen=True, kw_only=True):
     """What was stored."""
 
@@ -356,6 +484,17 @@ READ_LOGS = Method(
     "ReadLogs", ReadLogs, Done, timeout_s=float("inf"), mutating=False, events=LogChunk
 )
 IMPORT_IMAGE = Method("ImportImage", ImportImage, ImportImageReply, 3600.0, events=Progress)
+FETCH_IMAGE = Method("FetchImage", FetchImage, ImportImageReply, 24 * 3600.0, events=Progress)
+OPEN_UPLOAD = Method("OpenUpload", OpenUpload, UploadReply, fds=1)
+FINISH_UPLOAD = Method("FinishUpload", FinishUpload, ImportImageReply, 3600.0, events=Progress)
+COLLECT_IMAGES = Method("CollectImages", CollectImages, CollectImagesReply, 600.0)
+ACT_ON_VOLUME = Method("ActOnVolume", ActOnVolume, OperationReply)
+CANCEL_OPERATION = Method("CancelOperation", CancelOperation, OperationReply)
+PUT_KEY = Method("PutKey", PutKey, KeyInfo)
+DELETE_KEY = Method("DeleteKey", DeleteKey, Done)
+LIST_KEYS = Method("ListKeys", Empty, KeysReply, mutating=False)
+GET_STORAGE_METRICS = Method("GetStorageMetrics", Empty, StorageMetrics, mutating=False)
+LIST_JOBS = Method("ListStorageJobs", Empty, JobsReply, mutating=False)
 
 METHODS = (
     HELLO,
@@ -375,4 +514,15 @@ METHODS = (
     GET_GUEST_ACCESS,
     READ_LOGS,
     IMPORT_IMAGE,
+    FETCH_IMAGE,
+    OPEN_UPLOAD,
+    FINISH_UPLOAD,
+    COLLECT_IMAGES,
+    ACT_ON_VOLUME,
+    CANCEL_OPERATION,
+    PUT_KEY,
+    DELETE_KEY,
+    LIST_KEYS,
+    GET_STORAGE_METRICS,
+    LIST_JOBS,
 )

@@ -8,15 +8,24 @@ the rules that span fields live in `chv.common.wire.manifest`.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from chv.common.wire.resource_base import (
+    Condition,
+    ConditionStatus,
+    Duration,
+    ImageFormat,
+    ObjectMeta,
+    OwnerReference,
+    Quantity,
+    Struct,
+    always,
+)
 from chv.common.wire.types import (
     API_VERSION,
-    GENERATION_MAX,
-    FrozenMeta,
     Ipv4,
     Ipv4Cidr,
     MacOrEmpty,
@@ -25,10 +34,97 @@ from chv.common.wire.types import (
     PathText,
     Port,
     Sha256,
-    Text,
+)
+from chv.common.wire.volume_resources import (
+    BandwidthLimit,
+    BlockSpec,
+    CloneModeName,
+    EncryptionSpec,
+    IopsLimit,
+    IscsiSpec,
+    LvmSpec,
+    NbdSpec,
+    RbdSpec,
+    SnapshotPartStatus,
+    SpacePolicyName,
+    Volume,
+    VolumeAccessMode,
+    VolumeClassName,
+    VolumeLimits,
+    VolumeSnapshot,
+    VolumeSnapshotPart,
+    VolumeSnapshotSpec,
+    VolumeSnapshotStatus,
+    VolumeSourceSpec,
+    VolumeSpec,
+    VolumeStatus,
 )
 
-T = TypeVar("T")
+__all__ = [
+    "APPLY_ORDER",
+    "CONDITIONS",
+    "DISKS_MAX",
+    "INTERFACES_MAX",
+    "KINDS",
+    "KIND_ALIASES",
+    "PHASES",
+    "VM_CONDITIONS",
+    "ArtifactStatus",
+    "BandwidthLimit",
+    "BlockSpec",
+    "BootSpec",
+    "CloneModeName",
+    "CloudInitSpec",
+    "Condition",
+    "ConditionStatus",
+    "DiskSpec",
+    "DiskStatus",
+    "Duration",
+    "EncryptionSpec",
+    "Image",
+    "ImageDisk",
+    "ImageFile",
+    "ImageFormat",
+    "ImageSpec",
+    "ImageStatus",
+    "InterfaceSpec",
+    "InterfaceStatus",
+    "IopsLimit",
+    "IscsiSpec",
+    "LvmSpec",
+    "NbdSpec",
+    "Network",
+    "NetworkDns",
+    "NetworkSpec",
+    "NetworkStatus",
+    "ObjectMeta",
+    "OwnerReference",
+    "Quantity",
+    "RbdSpec",
+    "Resource",
+    "RunStrategy",
+    "SnapshotPartStatus",
+    "SpacePolicyName",
+    "Struct",
+    "UplinkModeSpec",
+    "VirtualMachine",
+    "VirtualMachineSpec",
+    "VirtualMachineStatus",
+    "VmPhase",
+    "VmmChoice",
+    "VmmStatus",
+    "Volume",
+    "VolumeAccessMode",
+    "VolumeClassName",
+    "VolumeLimits",
+    "VolumeSnapshot",
+    "VolumeSnapshotPart",
+    "VolumeSnapshotSpec",
+    "VolumeSnapshotStatus",
+    "VolumeSourceSpec",
+    "VolumeSpec",
+    "VolumeStatus",
+]
 
 DISKS_MAX = 16
 INTERFACES_MAX = 8
@@ -36,86 +132,8 @@ SSH_KEYS_MAX = 32
 GUEST_PORTS_MAX = 16
 CPUS_MAX = 64
 
-Quantity = Annotated[
-    str, Meta(min_length=1, max_length=32, description="Kubernetes quantity: 512Mi, 2Gi")
-]
-Duration = Annotated[
-    str, Meta(pattern=r"^[0-9]{1,6}(ms|s|m|h)\Z", description="duration: 500ms, 30s, 5m, 2h")
-]
-LabelValue = Annotated[str, Meta(max_length=63)]
-LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
-
-
-class Struct(msgspec.Struct, metaclass=FrozenMeta, rename="camel", forbid_unknown_fields=True):
-    """Base of everything in a manifest."""
-
-
-def _always(value: T) -> T:
-    """Return a default that is written all the same: `omit_defaults` spares made ones."""
-    made: T = msgspec.field(default_factory=lambda: value)
-    return made
-
-
-class OwnerReference(Struct, kw_only=True, frozen=True):
-    """As in Kubernetes: the object goes when its owner goes."""
-
-    api_version: str
-    kind: str
-    name: Name
-    uid: str
-    controller: bool = False
-    block_owner_deletion: bool = False
-
-
-class ObjectMeta(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """Standard object metadata; the server fills what a user cannot know."""
-
-    name: Name
-    # Empty in a file means `default`; with a default of its own it would not be shown.
-    namespace: Annotated[
-        str, Meta(max_length=63, pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?\Z")
-    ] = ""
-    uid: str = ""
-    generation: Annotated[int, Meta(ge=0, le=GENERATION_MAX)] = 0
-    resource_version: Annotated[str, Meta(max_length=32)] = ""
-    labels: Annotated[dict[LabelKey, LabelValue], Meta(max_length=64)] = {}
-    annotations: Annotated[dict[LabelKey, Text], Meta(max_length=64)] = {}
-    finalizers: Annotated[list[LabelKey], Meta(max_length=16)] = []
-    owner_references: Annotated[list[OwnerReference], Meta(max_length=8)] = []
-    creation_timestamp: str = ""
-    deletion_timestamp: str = ""
-    managed_fields: Any = None  # taken from a file and ignored, as kubectl writes it
-
-
-class ConditionStatus(StrEnum):
-    """Unknown is a state of its own: silence is not an answer."""
-
-    TRUE = "True"
-    FALSE = "False"
-    UNKNOWN = "Unknown"
-
-
-class Condition(Struct, kw_only=True, frozen=True):
-    """One fact, with the evidence that it rests on and when that was last seen."""
-
-    type: str
-    status: ConditionStatus
-    reason: str
-    message: str = ""
-    evidence: str = ""
-    observed_generation: int = 0
-    last_transition_time: str = ""
-    last_probe_time: str = ""
-
 
 # --- Image
-
-
-class ImageFormat(StrEnum):
-    """Disk formats; declared, never probed."""
-
-    RAW = "raw"
-    QCOW2 = "qcow2"
 
 
 class ImageFile(Struct, kw_only=True, frozen=True):
@@ -155,47 +173,10 @@ class ImageStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What is stored of the image."""
 
     observed_generation: int = 0
-    phase: str = _always("Pending")  # Pending | Importing | Ready | Failed | Deleting
+    phase: str = always("Pending")  # Pending | Importing | Ready | Failed | Deleting
     kernel: ArtifactStatus | None = None
     initramfs: ArtifactStatus | None = None
     disk: ArtifactStatus | None = None
-    conditions: list[Condition] = []
-
-
-# --- Volume
-
-
-class VolumeClass(StrEnum):
-    """Storage classes; more come with their backends."""
-
-    FILE = "file"
-
-
-class VolumeSourceSpec(Struct, kw_only=True, frozen=True):
-    """The volume starts as the disk of an Image."""
-
-    image: Name
-
-
-class VolumeSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A disk. `size` may only grow; `format`, `class` and `source` are fixed at creation."""
-
-    class_: Annotated[VolumeClass, Meta(description="storage class")] = msgspec.field(
-        name="class", default=VolumeClass.FILE
-    )
-    format: ImageFormat = ImageFormat.QCOW2
-    size: Quantity
-    source: VolumeSourceSpec | None = None
-
-
-class VolumeStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """The volume as stord reports it."""
-
-    observed_generation: int = 0
-    phase: str = _always("Pending")  # Pending | Ready | Attached | Failed | Deleting
-    size_bytes: int = 0
-    allocated_bytes: int = 0
-    attached_to: str = ""  # namespace/name of the VM
     conditions: list[Condition] = []
 
 
@@ -233,7 +214,7 @@ class NetworkStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The network as nwd reports it."""
 
     observed_generation: int = 0
-    phase: str = _always("Pending")  # Pending | Ready | Degraded | Failed | Deleting
+    phase: str = always("Pending")  # Pending | Ready | Degraded | Failed | Deleting
     netns: str = ""
     gateway: str = ""
     domain: str = ""
@@ -373,7 +354,7 @@ class VirtualMachineStatus(Struct, kw_only=True, frozen=True, omit_defaults=True
     """Observed state of a VM."""
 
     observed_generation: int = 0
-    phase: VmPhase = _always(VmPhase.PENDING)
+    phase: VmPhase = always(VmPhase.PENDING)
     vmm: VmmStatus = VmmStatus()
     interfaces: list[InterfaceStatus] = []
     disks: list[DiskStatus] = []
@@ -398,13 +379,15 @@ VM_CONDITIONS = (
 # What can be waited for, by kind.
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "VirtualMachine": VM_CONDITIONS,
-    "Volume": ("Ready",),
+    "Volume": ("Ready", "SizeApplied", "SpaceAvailable"),
+    "VolumeSnapshot": ("Ready",),
     "Network": ("Ready",),
     "Image": ("Ready",),
 }
 PHASES: dict[str, tuple[str, ...]] = {
     "VirtualMachine": tuple(phase.value for phase in VmPhase),
-    "Volume": ("Pending", "Ready", "Attached", "Failed", "Deleting"),
+    "Volume": ("Pending", "Creating", "Ready", "Attached", "Failed", "Deleting"),
+    "VolumeSnapshot": ("Pending", "Ready", "Failed", "Deleting"),
     "Network": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
     "Image": ("Pending", "Importing", "Ready", "Failed", "Deleting"),
 }
@@ -418,16 +401,6 @@ class VirtualMachine(Struct, kw_only=True, frozen=True):
     metadata: ObjectMeta
     spec: VirtualMachineSpec
     status: VirtualMachineStatus | None = None
-
-
-class Volume(Struct, kw_only=True, frozen=True):
-    """`chv get volume`."""
-
-    api_version: Annotated[str, Meta(pattern=rf"^{API_VERSION}\Z")] = API_VERSION
-    kind: Annotated[str, Meta(pattern=r"^Volume\Z")] = "Volume"
-    metadata: ObjectMeta
-    spec: VolumeSpec
-    status: VolumeStatus | None = None
 
 
 class Network(Struct, kw_only=True, frozen=True):
@@ -450,16 +423,18 @@ class Image(Struct, kw_only=True, frozen=True):
     status: ImageStatus | None = None
 
 
-Resource = VirtualMachine | Volume | Network | Image
+Resource = VirtualMachine | Volume | VolumeSnapshot | Network | Image
 
 KINDS: dict[str, type[Resource]] = {
     "VirtualMachine": VirtualMachine,
     "Volume": Volume,
+    "VolumeSnapshot": VolumeSnapshot,
     "Network": Network,
     "Image": Image,
 }
-# In this order manifests are applied and, reversed, deleted.
-APPLY_ORDER = ("Image", "Network", "Volume", "VirtualMachine")
+# In this order manifests are applied and, reversed, deleted. A Volume may start from a snapshot
+# and a snapshot is of a Volume; references may point forward, so the order is only of convenience.
+APPLY_ORDER = ("Image", "Network", "Volume", "VirtualMachine", "VolumeSnapshot")
 KIND_ALIASES = {
     "vm": "VirtualMachine",
     "vms": "VirtualMachine",
@@ -468,6 +443,11 @@ KIND_ALIASES = {
     "vol": "Volume",
     "volume": "Volume",
     "volumes": "Volume",
+    "snapshot": "VolumeSnapshot",
+    "snapshots": "VolumeSnapshot",
+    "snap": "VolumeSnapshot",
+    "volumesnapshot": "VolumeSnapshot",
+    "volumesnapshots": "VolumeSnapshot",
     "net": "Network",
     "network": "Network",
     "networks": "Network",

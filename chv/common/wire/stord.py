@@ -10,7 +10,29 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from chv.common.errors import ErrorData
 from chv.common.rpc import Method
+from chv.common.wire.storage import (
+    AccessMode,
+    BackupSource,
+    BlockDevice,
+    CloneMode,
+    Encryption,
+    IscsiPlace,
+    Limits,
+    LvmPlace,
+    NbdPlace,
+    Rate,
+    RbdPlace,
+    SnapshotInfo,
+    SnapshotSource,
+    SpaceLevel,
+    SpacePolicy,
+    VolumeBackend,
+    VolumeClass,
+    VolumeFormat,
+    VolumeSource,
+)
 from chv.common.wire.types import (
     CENSUS,
     HELLO,
@@ -21,20 +43,33 @@ from chv.common.wire.types import (
     Generation,
     HostUid,
     Message,
-    PathText,
     Reply,
-    Sha256,
     ShortText,
     SizeBytes,
     Uid,
 )
 
-
-class VolumeFormat(StrEnum):
-    """Declared, never probed."""
-
-    RAW = "raw"
-    QCOW2 = "qcow2"
+__all__ = [
+    "AccessMode",
+    "BackupSource",
+    "BlockDevice",
+    "CloneMode",
+    "Encryption",
+    "IscsiPlace",
+    "Limits",
+    "LvmPlace",
+    "NbdPlace",
+    "Rate",
+    "RbdPlace",
+    "SnapshotInfo",
+    "SnapshotSource",
+    "SpaceLevel",
+    "SpacePolicy",
+    "VolumeBackend",
+    "VolumeClass",
+    "VolumeFormat",
+    "VolumeSource",
+]
 
 
 class CrashClass(StrEnum):
@@ -49,32 +84,30 @@ class BackendState(StrEnum):
 
     SERVING = "serving"
     LOST = "lost"  # died under the VM; nothing is served until RecoverVmBackend
+    RESTARTING = "restarting"  # died under a keep_vm VM; stord brings it back by itself
     ABSENT = "absent"
 
 
-class VolumeSource(Message, frozen=True, kw_only=True):
-    """A content-addressed image file that the volume starts from."""
+class VmmClient(StrEnum):
+    """The VMM that the caller knows to be connected to the volume's export now."""
 
-    path: PathText
-    sha256: Sha256
-    format: VolumeFormat
-
-
-class VolumeBackend(Message, frozen=True, kw_only=True):
-    """What the volume is. `class_name` is `file` in this version."""
-
-    class_name: Annotated[str, Meta(pattern=r"^file\Z")]
-    format: VolumeFormat
-    size_bytes: Annotated[int, Meta(ge=512, le=2**60, multiple_of=512)]
-    source: VolumeSource | None = None
+    NONE = ""
+    QEMU = "qemu"
+    CLOUD_HYPERVISOR = "cloud-hypervisor"
 
 
 class OpenVolume(Message, frozen=True, kw_only=True):
-    """Make the volume servable: created where it does not exist, found where it does."""
+    """Make the volume so: created where it does not exist, found and changed where it does.
+
+    A newer generation changes size (grows), limits, key and policies. An attached volume grows
+    at once where `client` can be told (`VolumeInfo.applied`), else when it is attached next.
+    A long creation (full clone, restore of a backup) goes on in a job: state `creating`.
+    """
 
     meta: CallMeta
     volume_id: Uid
     backend: VolumeBackend
+    client: VmmClient = VmmClient.NONE
 
 
 class VolumeInfo(Reply, frozen=True, kw_only=True):
@@ -89,8 +122,25 @@ class VolumeInfo(Reply, frozen=True, kw_only=True):
     created: bool = False  # by this very call
     attached_to: str = ""  # vm_id
     last_error: str = ""
-    state: str = "open"  # open | closed | missing | broken
+    state: str = "open"  # open | creating | closed | missing | broken
     cache: str = ""  # direct | page cache (the file system refuses O_DIRECT)
+    class_name: VolumeClass = VolumeClass.FILE
+    pool: str = ""
+    readers: list[str] = []  # vm_ids of read-only attachments beyond `attached_to`
+    # The size asked for while the guest still sees `size_bytes`; 0: nothing is pending.
+    pending_size_bytes: SizeBytes = 0
+    applied: str = ""  # how the last growth took effect: online | on_next_start | detached
+    limits: Limits = Limits()  # as the storage daemon reports them while attached
+    limits_live: bool = False  # `limits` was read back from a storage daemon just now
+    encryption_key: str = ""
+    snapshots: list[SnapshotInfo] = []
+    layers: int = 1
+    parent: str = ""  # volume_id that a linked clone rests on
+    space: SpaceLevel = SpaceLevel.UNKNOWN
+    space_policy: SpacePolicy = SpacePolicy.STOP
+    free_bytes: SizeBytes = 0  # where the volume's bytes go
+    location: str = ""  # path, device or URI in words
+    job: str = ""  # job_id of the job that is under way
 
 
 class VolumeRef(Message, frozen=True, kw_only=True):
@@ -126,6 +176,7 @@ class AttachmentInfo(Reply, frozen=True, kw_only=True):
     backend: BackendState
     backend_pid: int = 0
     write_cache: str = "write back"
+    proxy_pid: int = 0  # 0: no in-flight proxy
 
 
 class DetachVolumeFromVm(Message, frozen=True, kw_only=True):
@@ -154,6 +205,9 @@ class VmBackendInfo(Reply, frozen=True, kw_only=True):
     backend: BackendState
     backend_pid: int = 0
     incarnation: str = ""
+    crash_class: CrashClass = CrashClass.RESET_VM  # the worst of its attachments
+    losses: int = 0  # storage daemons lost under this VM since its first attachment
+    last_loss: ShortText = ""  # when, why, and what was done
     attachments: list[AttachmentInfo] = []
 
 
@@ -185,6 +239,153 @@ class VolumeHealth(Reply, frozen=True, kw_only=True):
     last_error_at: str = ""
 
 
+class CreateSnapshot(Message, frozen=True, kw_only=True):
+    """Freeze the state of volumes, all in the same instant or none.
+
+    `vm_id`: the VM that all of them are attached to; empty: none of them is attached. The same
+    snapshot_id again gives the same answer. `meta.generation` is ignored.
+    """
+
+    meta: CallMeta
+    snapshot_id: Uid
+    volume_ids: Annotated[list[Uid], Meta(min_length=1, max_length=16)]
+    vm_id: Annotated[str, Meta(pattern=r"^([0-9a-f-]{36})?\Z")] = ""
+
+
+class SnapshotRef(Message, frozen=True, kw_only=True):
+    """One volume's part of a snapshot. `meta.generation` is ignored."""
+
+    meta: CallMeta
+    volume_id: Uid
+    snapshot_id: Uid
+
+
+class SnapshotsReply(Reply, frozen=True, kw_only=True):
+    """Snapshots, by volume and age."""
+
+    snapshots: list[SnapshotInfo] = []
+
+
+class JobKind(StrEnum):
+    """What runs long."""
+
+    CREATE = "create"
+    DELETE_SNAPSHOT = "delete_snapshot"
+    BACKUP = "backup"
+    MOVE = "move"
+    CHECK = "check"
+    REPAIR = "repair"
+    REKEY = "rekey"
+
+
+class JobState(StrEnum):
+    """All but `running` are final."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class JobInfo(Reply, frozen=True, kw_only=True):
+    """Work that outlives its call. At most one is under way per volume.
+
+    `job_id` is the operation id of the call that began it. `result` depends on the kind: check
+    and repair: errors, leaks, fixed; backup: path, sequence, bytes.
+    """
+
+    job_id: str
+    volume_id: str
+    kind: JobKind
+    state: JobState
+    done_bytes: SizeBytes = 0
+    total_bytes: SizeBytes = 0
+    message: str = ""
+    error: ErrorData | None = None
+    result: dict[str, str] = {}
+    started_at: str = ""
+    ended_at: str = ""
+
+
+class JobRef(Message, frozen=True, kw_only=True):
+    """A job by its id."""
+
+    job_id: ShortText
+
+
+class JobsReply(Reply, frozen=True, kw_only=True):
+    """Jobs under way and the last final ones, newest first."""
+
+    jobs: list[JobInfo] = []
+
+
+class BackupVolume(Message, frozen=True, kw_only=True):
+    """Copy the volume's present state to `target`.
+
+    `target`: a directory below storage.backup_paths, which gets `<sequence>.qcow2` and
+    `backup.json`; or `nbd://host:port/export` of an allowed server, which gets the data raw.
+    `incremental`: only what changed since the backup before, which must have gone to the same
+    target; FAILED_PRECONDITION where there is none or the record of changes was lost.
+    """
+
+    meta: CallMeta
+    volume_id: Uid
+    target: ShortText
+    incremental: bool = False
+    bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0  # 0: as fast as it goes
+
+
+class CheckVolume(Message, frozen=True, kw_only=True):
+    """qemu-img check of a volume that is not attached, with `repair` its repair."""
+
+    meta: CallMeta
+    volume_id: Uid
+    repair: bool = False
+
+
+class MoveVolume(Message, frozen=True, kw_only=True):
+    """Bring the volume to another place while its VM runs: a mirror, then a pivot.
+
+    `backend` is the volume's new description: class, place, pool, format may differ, nothing
+    else. Refused where it has snapshots or linked clones.
+    """
+
+    meta: CallMeta
+    volume_id: Uid
+    backend: VolumeBackend
+    bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
+
+
+class VmStorageMetrics(Reply, frozen=True, kw_only=True):
+    """Of the storage daemon of one VM, since it started: /proc/PID/io counts for all disks."""
+
+    vm_id: str
+    read_bytes: int
+    write_bytes: int
+    resident_bytes: int
+    backend_pid: int
+
+
+class VolumeMetrics(Reply, frozen=True, kw_only=True):
+    """Of one volume. Operations and latency per volume: see `StorageMetrics.unsupported`."""
+
+    volume_id: str
+    size_bytes: SizeBytes
+    allocated_bytes: SizeBytes
+    snapshots: int
+    limited: bool
+    errors: int  # errors seen by stord since it started
+    attached: bool
+
+
+class StorageMetrics(Reply, frozen=True, kw_only=True):
+    """`unsupported` names what nobody counts, and why, instead of showing zeros."""
+
+    vms: list[VmStorageMetrics] = []
+    volumes: list[VolumeMetrics] = []
+    unsupported: dict[str, str] = {}
+
+
 class StordHealth(Reply, frozen=True, kw_only=True):
     """State of stord as a whole."""
 
@@ -198,11 +399,18 @@ class StordHealth(Reply, frozen=True, kw_only=True):
 
 
 class StorageEvent(Reply, frozen=True, kw_only=True):
-    """Something that the agent must act on. `kind`: backend_lost | backend_ready."""
+    """Something that the agent must act on.
+
+    `kind`: backend_lost | backend_ready | backend_restarted | space | job. `backend_restarted`:
+    a keep_vm VM lost its storage daemon and has it back. `space`: the level of a volume changed.
+    `job`: one ended.
+    """
 
     kind: str
-    vm_id: str
-    crash_class: CrashClass
+    vm_id: str = ""
+    volume_id: str = ""
+    crash_class: CrashClass = CrashClass.RESET_VM
+    space: SpaceLevel = SpaceLevel.UNKNOWN
     message: ShortText = ""
     at: str = ""
 
@@ -222,6 +430,19 @@ STORD_HEALTH = Method("GetHealth", Empty, StordHealth, timeout_s=5.0, mutating=F
 WATCH_STORAGE = Method(
     "WatchStorage", Empty, Done, timeout_s=float("inf"), mutating=False, events=StorageEvent
 )
+CREATE_SNAPSHOT = Method("CreateSnapshot", CreateSnapshot, SnapshotsReply, timeout_s=20.0)
+# Refused IN_USE while a linked clone rests on it; the job merges the layers.
+DELETE_SNAPSHOT = Method("DeleteSnapshot", SnapshotRef, JobInfo, timeout_s=20.0)
+# The volume is attached to nothing; what was written since is lost, later snapshots stay.
+RESTORE_SNAPSHOT = Method("RestoreSnapshot", SnapshotRef, VolumeInfo, timeout_s=20.0)
+LIST_SNAPSHOTS = Method("ListSnapshots", Empty, SnapshotsReply, mutating=False)
+BACKUP_VOLUME = Method("BackupVolume", BackupVolume, JobInfo, timeout_s=20.0)
+CHECK_VOLUME = Method("CheckVolume", CheckVolume, JobInfo, timeout_s=20.0)
+MOVE_VOLUME = Method("MoveVolume", MoveVolume, JobInfo, timeout_s=20.0)
+GET_JOB = Method("GetJob", JobRef, JobInfo, mutating=False)
+LIST_JOBS = Method("ListJobs", Empty, JobsReply, mutating=False)
+CANCEL_JOB = Method("CancelJob", JobRef, JobInfo)
+GET_METRICS = Method("GetMetrics", Empty, StorageMetrics, mutating=False)
 
 METHODS = (
     HELLO,
@@ -238,4 +459,15 @@ METHODS = (
     LIST_SESSIONS,
     STORD_HEALTH,
     WATCH_STORAGE,
+    CREATE_SNAPSHOT,
+    DELETE_SNAPSHOT,
+    RESTORE_SNAPSHOT,
+    LIST_SNAPSHOTS,
+    BACKUP_VOLUME,
+    CHECK_VOLUME,
+    MOVE_VOLUME,
+    GET_JOB,
+    LIST_JOBS,
+    CANCEL_JOB,
+    GET_METRICS,
 )

@@ -1,8 +1,12 @@
-"""The storage daemon's argv and block graph as data: names, nodes, exports. Pure.
+"""The storage daemon's argv and block graph as data: names, nodes, exports, limits. Pure.
 
-Nodes of a volume: `l-` holds the volume's lock, `f-` is the format node that is exported, `p-`
-its file, `b-` the image below an overlay. Formats and backing files are always declared: QEMU
-probes nothing, and what a header says of other files is never followed.
+Nodes of a volume, `<s>` being its short uid: `l-<s>` holds the volume's lock; `f<n>-<s>` is the
+format node of layer n and `p<n>-<s>` its bytes; `b<i>-<s>` and `i<i>-<s>` are the read-only
+layers below the volume's own (an image, or the layers of the volume that it is a clone of),
+counted from the bottom; `t-<s>` is the throttle filter on top, which is exported. Objects:
+`g-<s>` the throttle group, `k-<s>` the key while something is opened with it. Formats and backing
+files are always declared: QEMU probes nothing, and what a header says of other files is never
+followed.
 """
 
 from __future__ import annotations
@@ -12,22 +16,68 @@ from pathlib import Path
 import msgspec
 
 from chv.common.ids import short_uid
+from chv.common.wire.stord import Limits, Rate
 
 BINARY = "qemu-storage-daemon"
 # One queue with native AIO is the set whose behaviour on a crash is proven.
 QUEUES = 1
 Node = dict[str, object]
+# QEMU's names of the limits, ours, and what the parts of a Rate are called there.
+RATES = {
+    "iops-total": "iops_total",
+    "iops-read": "iops_read",
+    "iops-write": "iops_write",
+    "bps-total": "bps_total",
+    "bps-read": "bps_read",
+    "bps-write": "bps_write",
+}
 
 
-class DiskFile(msgspec.Struct, frozen=True, kw_only=True):
-    """How one volume is opened. `direct`: O_DIRECT, else through the page cache."""
+class Protocol(msgspec.Struct, frozen=True, kw_only=True):
+    """How the bytes of a layer are reached.
 
-    path: Path
-    format: str
-    direct: bool = True
-    aio: str = "native"
-    image_path: Path | None = None
-    image_format: str = ""
+    `options` go to QEMU's driver beside node name, cache, discard. `direct`: O_DIRECT, else
+    through the page cache; None where the driver has no such thing (network). `key`: name of a
+    secret object that the driver itself needs, with its value's source in the caller's hands.
+    """
+
+    driver: str
+    options: dict[str, object]
+    direct: bool | None = True
+    aio: str = ""  # empty: the driver has no choice
+    local: bool = True  # False: the storage daemon needs the network
+
+
+class LayerNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer as the storage daemon opens it."""
+
+    number: int
+    format: str  # raw | qcow2
+    protocol: Protocol
+    encrypted: bool = False
+
+
+class Disk(msgspec.Struct, frozen=True, kw_only=True):
+    """A volume as the storage daemon opens it, from bottom to top.
+
+    `below`: read-only layers of others. `own`: the volume's; all but the last are frozen.
+    """
+
+    volume_id: str
+    own: tuple[LayerNode, ...]
+    below: tuple[LayerNode, ...] = ()
+    limits: Limits = Limits()
+    read_only: bool = False
+
+    @property
+    def local(self) -> bool:
+        """Tell whether it needs no network."""
+        return all(layer.protocol.local for layer in (*self.below, *self.own))
+
+    @property
+    def encrypted(self) -> bool:
+        """Tell whether opening it needs the key."""
+        return any(layer.encrypted for layer in (*self.below, *self.own))
 
 
 def lock_node(volume_id: str) -> str:
@@ -35,9 +85,29 @@ def lock_node(volume_id: str) -> str:
     return f"l-{short_uid(volume_id)}"
 
 
-def format_node(volume_id: str) -> str:
+def format_node(volume_id: str, number: int) -> str:
+    """Name of the format node of one of the volume's own layers."""
+    return f"f{number}-{short_uid(volume_id)}"
+
+
+def protocol_node(volume_id: str, number: int) -> str:
+    """Name of the node below it."""
+    return f"p{number}-{short_uid(volume_id)}"
+
+
+def throttle_node(volume_id: str) -> str:
     """Name of the exported node."""
-    return f"f-{short_uid(volume_id)}"
+    return f"t-{short_uid(volume_id)}"
+
+
+def throttle_group(volume_id: str) -> str:
+    """Id of the volume's throttle group."""
+    return f"g-{short_uid(volume_id)}"
+
+
+def secret_id(volume_id: str) -> str:
+    """Id of the secret object that holds the volume's key for a moment."""
+    return f"k-{short_uid(volume_id)}"
 
 
 def export_id(volume_id: str) -> str:
@@ -45,7 +115,12 @@ def export_id(volume_id: str) -> str:
     return f"e-{short_uid(volume_id)}"
 
 
-def argv(monitor_path: Path, pid_path: Path) -> list[str]:
+def is_of(node_name: str, volume_id: str) -> bool:
+    """Tell whether a node belongs to the volume."""
+    return node_name.endswith(f"-{short_uid(volume_id)}")
+
+
+def argv(monitor_path: Path, pid_path: Path, binary: str = BINARY) -> list[str]:
     """Command line of an empty storage daemon; disks come by QMP.
 
     QSD has no option for a label and its ids take no colon, so the name of the pid file carries
@@ -53,7 +128,7 @@ def argv(monitor_path: Path, pid_path: Path) -> list[str]:
     before can be left without a greeting for ever (seen in 3 of 1000 starts of QEMU 7.2).
     """
     return [
-        BINARY,
+        binary,
         "--chardev",
         f"socket,id=monitor,path={monitor_path},server=on,wait=off",
         "--monitor",
@@ -63,58 +138,140 @@ def argv(monitor_path: Path, pid_path: Path) -> list[str]:
     ]
 
 
-def lock_blockdev(volume_id: str, lock_path: Path) -> Node:
+def lock_blockdev(volume_id: str, lock_path: Path, *, shared: bool = False) -> Node:
     """Describe the node that locks `lock_path` for the life of this storage daemon.
 
     A raw image gets no lock from QEMU: two writers would be accepted in silence. This filter
     claims write permission on the lock file and shares it with nobody, so QEMU's own file locks
-    refuse the second claim, whoever makes it, and the kernel drops them with the process.
+    refuse the second claim, whoever makes it, and the kernel drops them with the process. With
+    `shared` it claims to read and refuses writers alone.
     """
+    permission = "consistent-read" if shared else "write"
     return {
         "driver": "blkdebug",
         "node-name": lock_node(volume_id),
-        "take-child-perms": ["write"],
+        "read-only": shared,
+        "take-child-perms": [permission],
         "unshare-child-perms": ["write"],
-        "image": {"driver": "file", "filename": str(lock_path), "locking": "on"},
+        "image": {
+            "driver": "file",
+            "filename": str(lock_path),
+            "locking": "on",
+            "read-only": shared,
+        },
     }
 
 
-def disk_blockdev(volume_id: str, disk: DiskFile, read_only: bool) -> Node:
-    """Describe file, format and, where it is an overlay, image below."""
-    short = short_uid(volume_id)
-    node = _format(disk.format, disk.path, disk, f"p-{short}")
-    node["node-name"] = format_node(volume_id)
-    node["read-only"] = read_only
-    if disk.format == "qcow2":
-        node["backing"] = None
-    if disk.image_path is not None:
-        image = _format(disk.image_format, disk.image_path, disk, f"i-{short}")
-        image |= {"node-name": f"b-{short}", "read-only": True}
-        if disk.image_format == "qcow2":
-            image["backing"] = None
-        node["backing"] = image
+def chain(disk: Disk) -> Node:
+    """Describe the format node of the top layer with everything below it."""
+    node: Node | None = None
+    for index, layer in enumerate(disk.below):
+        short = short_uid(disk.volume_id)
+        names = (f"b{index}-{short}", f"i{index}-{short}")
+        node = _layer(disk.volume_id, layer, names, below=node, read_only=True)
+    for layer in disk.own:
+        names = own_names(disk.volume_id, layer.number)
+        read_only = disk.read_only or layer is not disk.own[-1]
+        node = _layer(disk.volume_id, layer, names, below=node, read_only=read_only)
+    assert node is not None
     return node
 
 
-def _format(driver: str, path: Path, disk: DiskFile, file_node: str) -> Node:
-    file: Node = {
-        "driver": "file",
-        "node-name": file_node,
-        "filename": str(path),
-        "aio": disk.aio if disk.direct or disk.aio != "native" else "threads",
-        "cache": {"direct": disk.direct},
+def overlay(volume_id: str, layer: LayerNode) -> Node:
+    """Describe a new top layer that is put on the chain by `blockdev-snapshot`."""
+    names = own_names(volume_id, layer.number)
+    return _layer(volume_id, layer, names, below=None, read_only=False)
+
+
+def own_names(volume_id: str, number: int) -> tuple[str, str]:
+    """Return the names of format and protocol node of one of the volume's layers."""
+    return format_node(volume_id, number), protocol_node(volume_id, number)
+
+
+def _layer(
+    volume_id: str, layer: LayerNode, names: tuple[str, str], *, below: Node | None, read_only: bool
+) -> Node:
+    node = image_node(layer, secret_id(volume_id), file_node=names[1])
+    node |= {"node-name": names[0], "read-only": read_only}
+    if layer.format == "qcow2":
+        node["backing"] = below
+    return node
+
+
+def image_node(layer: LayerNode, secret: str, *, file_node: str = "") -> Node:
+    """Describe format over protocol without a backing file and without a name of its own."""
+    file = protocol(layer.protocol, file_node)
+    if layer.format == "qcow2":
+        node: Node = {"driver": "qcow2", "discard": "unmap", "file": file}
+        if layer.encrypted:
+            node["encrypt"] = {"format": "luks", "key-secret": secret}
+        return node
+    if layer.encrypted:
+        return {"driver": "luks", "key-secret": secret, "discard": "unmap", "file": file}
+    return {"driver": "raw", "discard": "unmap", "file": file}
+
+
+def protocol(description: Protocol, name: str = "") -> Node:
+    """Describe the bytes."""
+    node: Node = {"driver": description.driver, **description.options, "discard": "unmap"}
+    if name:
+        node["node-name"] = name
+    if description.direct is not None:
+        node["cache"] = {"direct": description.direct}
+    if description.aio:
+        # Native AIO is refused without O_DIRECT.
+        usable = description.direct or description.aio != "native"
+        node["aio"] = description.aio if usable else "threads"
+    return node
+
+
+def throttle(volume_id: str, top: int) -> Node:
+    """Describe the filter above the top layer; it is there also without limits.
+
+    It has no permissions of its own: read-only is what its child is.
+    """
+    return {
+        "driver": "throttle",
+        "node-name": throttle_node(volume_id),
+        "throttle-group": throttle_group(volume_id),
+        "file": format_node(volume_id, top),
         "discard": "unmap",
     }
-    return {"driver": driver, "discard": "unmap", "file": file}
 
 
 def export(volume_id: str, socket_path: Path, writable: bool) -> Node:
-    """Describe the vhost-user-blk export of the volume's format node."""
+    """Describe the vhost-user-blk export of the volume."""
     return {
         "type": "vhost-user-blk",
         "id": export_id(volume_id),
-        "node-name": format_node(volume_id),
+        "node-name": throttle_node(volume_id),
         "writable": writable,
         "num-queues": QUEUES,
         "addr": {"type": "unix", "path": str(socket_path)},
     }
+
+
+def limits_arguments(limits: Limits) -> Node:
+    """Return all 19 fields of QEMU's ThrottleLimits; what is left out would keep its value."""
+    arguments: Node = {"iops-size": limits.iops_size_bytes}
+    for theirs, ours in RATES.items():
+        rate: Rate = getattr(limits, ours)
+        burst = rate.burst if rate.limit else 0
+        arguments[theirs] = rate.limit
+        arguments[f"{theirs}-max"] = burst
+        # QEMU refuses a length other than 1 where there is no burst.
+        arguments[f"{theirs}-max-length"] = rate.burst_s if burst else 1
+    return arguments
+
+
+def limits_from(answer: dict[str, int]) -> Limits:
+    """Read what the storage daemon reports of a throttle group."""
+    rates = {
+        ours: Rate(
+            limit=answer[theirs],
+            burst=answer[f"{theirs}-max"],
+            burst_s=answer[f"{theirs}-max-length"],
+        )
+        for theirs, ours in RATES.items()
+    }
+    return Limits(iops_size_bytes=answer["iops-size"], **rates)
