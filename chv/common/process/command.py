@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -60,8 +61,12 @@ async def run(  # noqa: PLR0913  one call per helper command: its context is its
     environment: dict[str, str] | None = None,
     fds: dict[int, int] | None = None,
     cwd: str = "/",
+    on_stdout: Callable[[bytes], None] | None = None,
 ) -> Completed:
-    """Run a command to its end; CommandFailed unless it returns 0 or `check` is False."""
+    """Run a command to its end; CommandFailed unless it returns 0 or `check` is False.
+
+    `on_stdout` is told every piece of its standard output as it comes.
+    """
     program = Program(
         argv=tuple(argv),
         uid=os.geteuid() if uid is None else uid,
@@ -73,7 +78,7 @@ async def run(  # noqa: PLR0913  one call per helper command: its context is its
         umask=0o022,
         no_new_privs=uid not in (None, 0),
     )
-    completed = await _run(program, stdin, timeout_s)
+    completed = await _run(program, stdin, timeout_s, on_stdout)
     if check and completed.returncode != 0:
         raise CommandFailed(program_name(program), completed)
     return completed
@@ -86,12 +91,19 @@ class _Pipes:
     stdin: FileIO | None
     stdout: int
     stderr: int
+    on_stdout: Callable[[bytes], None] | None = None
 
 
-async def _run(program: Program, stdin: bytes | None, timeout_s: float) -> Completed:
+async def _run(
+    program: Program,
+    stdin: bytes | None,
+    timeout_s: float,
+    on_stdout: Callable[[bytes], None] | None,
+) -> Completed:
     name = program_name(program)
     with ExitStack() as ours:
         child, pipes = await _start(program, ours, with_input=stdin is not None)
+        pipes.on_stdout = on_stdout
         try:
             with anyio.fail_after(timeout_s):
                 return await _converse(child, pipes, stdin or b"")
@@ -131,7 +143,8 @@ async def _converse(child: Child, pipes: _Pipes, data: bytes) -> Completed:
     overflow = anyio.Event()
     async with anyio.create_task_group() as streams:
         for fd, buffer in outputs.items():
-            streams.start_soon(_drain, fd, buffer, overflow, child)
+            told = pipes.on_stdout if fd == pipes.stdout else None
+            streams.start_soon(_drain, fd, buffer, _Overflow(overflow, child), told)
         if pipes.stdin is not None:
             streams.start_soon(_feed, pipes.stdin, data)
         await child.exited()
@@ -143,16 +156,29 @@ async def _converse(child: Child, pipes: _Pipes, data: bytes) -> Completed:
     return Completed(child.reap(), bytes(outputs[pipes.stdout]), bytes(outputs[pipes.stderr]))
 
 
-async def _drain(fd: int, buffer: bytearray, overflow: anyio.Event, child: Child) -> None:
+@dataclass(slots=True)
+class _Overflow:
+    event: anyio.Event
+    child: Child
+
+    def happened(self) -> None:
+        self.event.set()
+        self.child.kill_group()
+
+
+async def _drain(
+    fd: int, buffer: bytearray, overflow: _Overflow, told: Callable[[bytes], None] | None
+) -> None:
     while True:
         await anyio.wait_readable(fd)
         part = os.read(fd, _CHUNK_BYTES)
         if not part:
             return
         buffer += part
+        if told is not None:
+            told(part)
         if len(buffer) > OUTPUT_BYTES_MAX:
-            overflow.set()
-            child.kill_group()
+            overflow.happened()
             return
 
 
