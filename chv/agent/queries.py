@@ -8,7 +8,7 @@ import msgspec
 
 from chv.agent.conditions import holds
 from chv.agent.context import Context, phase_of
-from chv.agent.records import StoredObject
+from chv.agent.records import FINAL_STATES, StoredObject
 from chv.agent.vm.desired import facts_of, nic_id, wants_to_run
 from chv.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from chv.common.wire import agent as api
@@ -74,8 +74,9 @@ def active_operations(context: Context, request: api.ListOperations) -> list[Ope
     wanted = (request.kind, request.namespace, request.name)
     tables = context.ledger.tables
     found = []
-    for operation_id in reversed(tables.active.values()):
-        operation = tables.operations[operation_id]
+    for operation in reversed(tables.operations.values()):
+        if operation.state in FINAL_STATES:
+            continue
         target = (operation.kind, operation.namespace, operation.name)
         if all(not want or want == have for want, have in zip(wanted, target, strict=True)):
             found.append(msgspec.structs.replace(operation, steps=[]))

@@ -14,7 +14,7 @@ import msgspec
 
 from chv.agent.ports import VmmSelection
 from chv.common.process.records import WorkerRecord
-from chv.common.wire.agent import Operation, OperationState, OperationStep
+from chv.common.wire.agent import Operation, OperationState, OperationStep, VolumeVerb
 from chv.common.wire.resources import (
     ImageStatus,
     NetworkStatus,
@@ -82,10 +82,52 @@ class VolumeRequest(Record):
     cancelling: bool = False
 
 
+class VolumeMove(Record):
+    """A move that was begun; recorded before stord hears of it.
+
+    `target`: the place in words, to tell it from another. `failed`: why it will not be tried
+    again before the spec changes. `cancelling`: the spec goes back to where the volume is.
+    """
+
+    job_id: str
+    generation: int
+    target: str
+    failed: str = ""
+    cancelling: bool = False
+
+
 class VolumeFacts(Record):
     """What is true of a volume beyond its spec."""
 
     request: VolumeRequest | None = None
+    move: VolumeMove | None = None
+
+
+class SnapshotPart(Record):
+    """A volume of a snapshot, chosen before the snapshot is taken."""
+
+    volume_uid: str
+    volume: str  # its name
+
+
+class SnapshotFacts(Record):
+    """What became of a VolumeSnapshot. `taken` is for ever: it is never taken a second time."""
+
+    parts: tuple[SnapshotPart, ...] = ()
+    taken: bool = False
+    consistency: str = ""
+    failed: str = ""  # why it was not taken; final
+    cancelling: bool = False  # the deletion is to be taken back
+
+
+Facts = VmFacts | VolumeFacts | SnapshotFacts
+FACTS_TYPES: dict[str, type[Facts]] = {
+    "VirtualMachine": VmFacts,
+    "Volume": VolumeFacts,
+    "VolumeSnapshot": SnapshotFacts,
+}
+# Verbs on volumes run beside the operation that makes the object as wanted.
+SIDE_VERBS = frozenset(verb.value for verb in VolumeVerb)
 
 
 class EndKind(StrEnum):
@@ -126,11 +168,12 @@ class WorkerRow(Record):
 
 
 class StoredObject(Record):
-    """An object with metadata, spec and last status; VMs have facts, volumes may."""
+    """An object with metadata, spec and last status; VMs have facts, others may."""
 
     resource: Resource
     facts: VmFacts | None = None
     volume_facts: VolumeFacts | None = None
+    snapshot_facts: SnapshotFacts | None = None
 
     @property
     def uid(self) -> str:
@@ -192,10 +235,10 @@ class PutStatus(Record):
 
 
 class PutFacts(Record):
-    """Store a VM's facts. Gone: NotFound."""
+    """Store the facts of a VM, volume or snapshot. Gone: NotFound."""
 
     uid: str
-    facts: VmFacts
+    facts: Facts
 
 
 class RemoveObject(Record):
@@ -294,6 +337,22 @@ class AgentStore(Protocol):
     async def shortage(self) -> str:
         """Say where space lacks, so that nothing new may be stored; empty where there is some."""
         ...
+
+
+def with_facts(stored: StoredObject, facts: Facts) -> StoredObject:
+    """Return the object with other facts, which must be those of its kind."""
+    field = {VmFacts: "facts", VolumeFacts: "volume_facts", SnapshotFacts: "snapshot_facts"}
+    return msgspec.structs.replace(stored, **{field[type(facts)]: facts})
+
+
+def all_facts(stored: StoredObject) -> Facts | None:
+    """Return the facts of the object, whatever its kind."""
+    return stored.facts or stored.volume_facts or stored.snapshot_facts
+
+
+def is_side(operation: Operation) -> bool:
+    """Tell whether an operation runs beside the one that makes its object as wanted."""
+    return operation.kind == "Volume" and operation.verb in SIDE_VERBS
 
 
 def with_status(resource: Resource, status: Status) -> Resource:

@@ -15,9 +15,11 @@ from typing import TypeVar, assert_never
 import msgspec
 
 from chv.agent.records import (
+    FACTS_TYPES,
     FINAL_STATES,
     STATUS_TYPES,
     Change,
+    Facts,
     Prune,
     PutFacts,
     PutObject,
@@ -34,7 +36,9 @@ from chv.agent.records import (
     Tombstone,
     VmFacts,
     WorkerRow,
+    all_facts,
     revision_of,
+    with_facts,
     with_status,
 )
 from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
@@ -161,8 +165,10 @@ def _object(row: Row) -> StoredObject:
     resource = _decode(row["resource"], KINDS[row["kind"]])
     if row["status"] is not None:
         resource = with_status(resource, _decode(row["status"], STATUS_TYPES[row["kind"]]))
-    facts = None if row["facts"] is None else _decode(row["facts"], VmFacts)
-    return StoredObject(resource=resource, facts=facts)
+    stored = StoredObject(resource=resource)
+    if row["facts"] is None:
+        return stored
+    return with_facts(stored, _decode(row["facts"], FACTS_TYPES[row["kind"]]))
 
 
 def _operation(db: Connection, operation_id: str) -> Operation | None:
@@ -218,7 +224,7 @@ def _put_object(db: Connection, stored: StoredObject) -> None:
     taken = db.execute("SELECT uid FROM objects WHERE slot = ? AND uid <> ?", (slot, stored.uid))
     if taken.fetchone() is not None:
         raise Conflict(f"slot {slot} belongs to another VM", resource=stored.title)
-    status = stored.resource.status
+    status, facts = stored.resource.status, all_facts(stored)
     values = {
         "uid": stored.uid,
         "kind": stored.key[0],
@@ -228,7 +234,7 @@ def _put_object(db: Connection, stored: StoredObject) -> None:
         "revision": revision_of(stored),
         "resource": _encode(msgspec.structs.replace(stored.resource, status=None)),
         "status": None if status is None else _encode(status),
-        "facts": None if stored.facts is None else _encode(stored.facts),
+        "facts": None if facts is None else _encode(facts),
         "slot": slot,
         "deleting": int(stored.deleting),
     }
@@ -256,8 +262,9 @@ _UPSERT_OBJECT = (
 )
 
 
-def _put_facts(db: Connection, uid: str, facts: VmFacts) -> None:
-    values = (_encode(facts), facts.slot, uid)
+def _put_facts(db: Connection, uid: str, facts: Facts) -> None:
+    slot = facts.slot if isinstance(facts, VmFacts) else None
+    values = (_encode(facts), slot, uid)
     if db.execute("UPDATE objects SET facts = ?, slot = ? WHERE uid = ?", values).rowcount == 0:
         raise NotFound("no such object", resource=uid)
 

@@ -30,7 +30,9 @@ from chv.agent.records import (
     StoredObject,
     Tombstone,
     WorkerRow,
+    is_side,
     revision_of,
+    with_facts,
     with_status,
 )
 from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
@@ -49,7 +51,11 @@ class Tables:
         self.by_key = {stored.key: stored.uid for stored in snapshot.objects}
         self.workers = {row.vm_uid: row for row in snapshot.workers}
         self.operations = {operation.id: operation for operation in snapshot.operations}
-        self.active = {operation.uid: operation.id for operation in snapshot.operations}
+        self.active = {
+            operation.uid: operation.id
+            for operation in snapshot.operations
+            if not is_side(operation)
+        }
         self.requests: dict[str, RequestRow] = {}
         self.tombstones: dict[str, Tombstone] = {}
 
@@ -74,7 +80,7 @@ class Tables:
         )
 
     def active_operation(self, uid: str) -> Operation | None:
-        """Return the operation that is under way on an object."""
+        """Return the operation that makes an object as wanted, where one is under way."""
         operation_id = self.active.get(uid)
         return self.operations[operation_id] if operation_id is not None else None
 
@@ -98,7 +104,7 @@ class Tables:
                     resource = with_status(stored.resource, status)
                     self._set(self.objects, uid, _replace(stored, resource=resource), undo)
             case PutFacts(uid=uid, facts=facts):
-                self._set(self.objects, uid, _replace(self._stored(uid), facts=facts), undo)
+                self._set(self.objects, uid, with_facts(self._stored(uid), facts), undo)
             case RemoveObject(tombstone=tombstone):
                 self._remove_object(tombstone, undo)
             case PutWorker(row=row):
@@ -158,6 +164,8 @@ class Tables:
             raise Conflict("a final operation does not change", resource=operation.id)
         steps = existing.steps if existing is not None else []
         self._set(self.operations, operation.id, _replace(operation, steps=steps), undo)
+        if is_side(operation):
+            return
         if operation.state not in FINAL_STATES:
             self._set(self.active, operation.uid, operation.id, undo)
         elif self.active.get(operation.uid) == operation.id:

@@ -141,6 +141,8 @@ class VolumeInfo(Reply, frozen=True, kw_only=True):
     free_bytes: SizeBytes = 0  # where the volume's bytes go
     location: str = ""  # path, device or URI in words
     job: str = ""  # job_id of the job that is under way
+    # What it is now as far as its place goes (class, place, pool, format, source), from the record.
+    backend: VolumeBackend | None = None
 
 
 class VolumeRef(Message, frozen=True, kw_only=True):

@@ -209,6 +209,7 @@ class VolumeStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     cache: str = ""
     limits: VolumeLimits = VolumeLimits()
     encrypted: bool = False
+    encryption_key: str = ""  # the key that opens it now
     layers: int = 0
     snapshots: list[VolumeSnapshotPart] = []
     free_bytes: int = 0
