@@ -19,14 +19,23 @@ VERSION = struct.pack("<I", 2)
 ENTRY = struct.Struct("<HHI")
 USER_OBJ, USER, GROUP_OBJ, GROUP, MASK, OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 NOBODY = 0xFFFFFFFF
-READ = 4
+READ, WRITE = 4, 2
 Entry = tuple[int, int, int]  # tag, permissions, id
 
 
 def allow_read(path: Path, uid: int) -> None:
     """Let `uid` read the file, whatever its mode says."""
+    _allow(path, uid, READ)
+
+
+def allow_connect(path: Path, uid: int) -> None:
+    """Let `uid` connect to the socket, which takes writing; `forbid_read` takes it back."""
+    _allow(path, uid, READ | WRITE)
+
+
+def _allow(path: Path, uid: int, permissions: int) -> None:
     entries = [entry for entry in _entries(path) if not _is_of(entry, uid)]
-    entries.append((USER, READ, uid))
+    entries.append((USER, permissions, uid))
     _write(path, entries)
 
 
