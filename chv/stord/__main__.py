@@ -30,7 +30,8 @@ from chv.common.rpc import Server
 from chv.common.store import Store
 from chv.common.wire.stord import METHODS
 from chv.common.wire.types import HELLO, PROTOCOL_VERSIONS, HelloReply, HelloRequest
-from chv.stord.backends.file import FileBackend
+from chv.stord.backends.registry import Backends
+from chv.stord.disks import Disks
 from chv.stord.events import Events
 from chv.stord.keeper import Keeper
 from chv.stord.records import MIGRATIONS, Records
@@ -53,21 +54,19 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
         anyio.create_task_group() as tasks,
     ):
         records = await Records.load(store)
-        files = FileBackend(
-            layout, [Path(path) for path in config.storage.allowed_paths], config.storage.aio
-        )
+        backends = Backends(layout, config.storage)
         parts = Parts(
             layout=layout,
             records=records,
             provider=choose_provider(layout),
-            volumes=files,
+            disks=Disks(records, backends, config.storage.aio),
             clock=SystemClock(),
             ids=Ids(),
             boot_id=boot_id(),
         )
         events = Events()
         keeper = Keeper(parts, events, tasks)
-        service = Service(keeper, files, events)
+        service = Service(keeper, backends.file, events)
         service.register(server)
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             await tasks.start(server.serve, layout.socket(DAEMON))

@@ -65,7 +65,7 @@ def _volumes(records: Records, files: FileBackend) -> list[CensusItem]:
     return [
         CensusItem(
             kind="file",
-            name=str(files.directory(name)),
+            name=str(files.home(name)),
             owner=name,
             known=name in records.volumes,
         )

@@ -8,8 +8,10 @@ ever starts unasked. One VM's failure is logged here and tried again; it harms n
 from __future__ import annotations
 
 import signal
+from functools import partial
 
 import anyio
+import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -23,7 +25,7 @@ from chv.stord.events import Events
 from chv.stord.exports import RunDirectory
 from chv.stord.locks import KeyedLocks
 from chv.stord.plan import Desired, StopBackend, Wanted, plan
-from chv.stord.records import Backend, BackendPhase
+from chv.stord.records import Attachment, Backend, BackendPhase
 from chv.stord.work import Parts, work_on
 
 log = logs.get(__name__)
@@ -73,21 +75,30 @@ class Keeper:
         """Record what the steps have led to."""
         rows = self._records.of_vm(vm_id)
         for row in rows:
-            volume = self._records.volumes.get(row.volume_id)
-            if not row.wanted and volume is not None:
-                self.parts.volumes.revoke(row.volume_id, volume.backend)
+            if not row.wanted:
+                await self._revoke(row, rows)
         if not any(row.wanted for row in rows):
             await self._records.drop_backend(vm_id)
             return
         for row in rows:
             if not row.wanted:
-                await self._records.drop_attachment(row.volume_id)
+                await self._records.drop_attachment(row.volume_id, vm_id)
         backend = self._records.backends[vm_id]
         if serving:
             await self._record_served(backend)
             self._watch(vm_id)
         elif backend.phase is BackendPhase.SERVING:
             await self._mark_lost(vm_id, "the storage daemon ended")
+
+    async def _revoke(self, row: Attachment, rows: list[Attachment]) -> None:
+        """Take a volume's files back from the VM's storage uid, but for what it still serves."""
+        backend = self._records.backends[row.vm_id]
+        if row.volume_id in self._records.volumes:
+            still = tuple(each.volume_id for each in rows if each.wanted)
+            revoke = partial(
+                self.parts.disks.revoke, row.volume_id, backend.storage_uid, still=still
+            )
+            await anyio.to_thread.run_sync(revoke)
 
     async def _record_served(self, backend: Backend) -> None:
         fresh = [
@@ -199,9 +210,7 @@ class Keeper:
 
     async def _void(self, backend: Backend) -> None:
         for row in self._records.of_vm(backend.vm_id):
-            volume = self._records.volumes.get(row.volume_id)
-            if volume is not None:
-                self.parts.volumes.revoke(row.volume_id, volume.backend)
+            await self._revoke(row, [])
         await self._records.put_backend(
             msgspec.structs.replace(
                 backend,

@@ -55,7 +55,7 @@ class RemoveExport(msgspec.Struct, frozen=True, tag=True):
 
 
 class RemoveNodes(msgspec.Struct, frozen=True, tag=True):
-    """Delete the format node, then the lock."""
+    """Delete whatever nodes of the volume there are, from the top down, the lock last."""
 
     volume_id: str
 
@@ -69,7 +69,7 @@ class StartBackend(msgspec.Struct, frozen=True, tag=True):
 
 
 class AddNodes(msgspec.Struct, frozen=True, tag=True):
-    """Give the files to the storage uid, take the lock, open the disk."""
+    """Give the files to the storage uid, take the lock, open the layers below a throttle."""
 
     volume_id: str
     read_only: bool
@@ -147,8 +147,7 @@ def _removals(volume_ids: list[str], kept: frozenset[str], observed: Observed) -
             continue
         if graph.export_id(volume_id) in observed.exports:
             steps.append(RemoveExport(volume_id))
-        nodes = {graph.format_node(volume_id), graph.lock_node(volume_id)}
-        if nodes & observed.nodes:
+        if any(graph.is_of(node, volume_id) for node in observed.nodes):
             steps.append(RemoveNodes(volume_id))
     return steps
 

@@ -46,7 +46,7 @@ class Service:
         self._records = parts.records
         self._keeper = keeper
         self._sessions = Sessions(keeper)
-        self._volumes = Volumes(parts.records, files, parts.clock)
+        self._volumes = Volumes(parts.records, parts.disks, parts.clock)
         self._files = files
         self._events = events
         self._binary = Feature(name=graph.BINARY, present=False, detail="not looked for yet")

@@ -20,6 +20,7 @@ from chv.common.errors import (
 )
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import (
+    AccessMode,
     AttachmentInfo,
     AttachVolumeToVm,
     BackendState,
@@ -35,6 +36,7 @@ _STATES = {
     BackendPhase.LOST: BackendState.LOST,
     BackendPhase.RECOVERING: BackendState.LOST,
 }
+READ_ONLY_MANY = AccessMode.READ_ONLY_MANY
 _ANY_INCARNATION = "0" * 8
 UNDO_TIMEOUT_S = 10.0
 
@@ -61,13 +63,13 @@ class Sessions:
                     with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
                         await self._undo_attach(request, error)
                 raise
-            return self.attachment_info(self._records.attachments[request.volume_id])
+            return self.attachment_info(self._records.attachments[request.volume_id, request.vm_id])
 
     async def detach(self, volume_id: str, vm_id: str) -> None:
         """Stop serving; fine when it is not attached."""
         async with self._keeper.locks.hold(vm_id):
-            row = self._records.attachments.get(volume_id)
-            if row is None or row.vm_id != vm_id:
+            row = self._records.attachment(volume_id, vm_id)
+            if row is None:
                 return
             await self._records.put_attachment(msgspec.structs.replace(row, wanted=False))
             await failpoint("stord.detach.after_intent")
@@ -129,16 +131,11 @@ class Sessions:
     # --- inward; the VM's lock is held
     async def _admit(self, request: AttachVolumeToVm) -> bool:
         """Check the request against the records and record it; False: it was recorded before."""
-        held = self._records.holder(request.volume_id)
-        if held is not None and held.vm_id != request.vm_id:
-            raise InUse(
-                f"volume {request.volume_id} is attached to VM {held.vm_id}",
-                resource=request.volume_id,
-                hint="detach it there first",
-            )
+        self._refuse_others(request)
         backend = await self._backend_for(request)
-        if held is not None and held.wanted:
-            _require_same(held.read_only, request.read_only, "read_only", request)
+        there = self._records.attachment(request.volume_id, request.vm_id)
+        if there is not None and there.wanted:
+            _require_same(there.read_only, request.read_only, "read_only", request)
             return False
         if backend.phase is BackendPhase.LOST:
             raise FailedPrecondition(
@@ -152,6 +149,24 @@ class Sessions:
         )
         await self._records.put_vm([row], backend)
         return True
+
+    def _refuse_others(self, request: AttachVolumeToVm) -> None:
+        """Refuse a second VM, unless the volume is there to be read by many."""
+        many = self._records.volumes[request.volume_id].backend.access is READ_ONLY_MANY
+        if many and not request.read_only:
+            raise FailedPrecondition(
+                "a ReadOnlyMany volume is attached read only",
+                resource=request.volume_id,
+                field="read_only",
+                hint="attach it with read_only, or make a clone of it to write to",
+            )
+        for held in self._records.holders(request.volume_id):
+            if held.vm_id != request.vm_id and not (many and held.read_only):
+                raise InUse(
+                    f"volume {request.volume_id} is attached to VM {held.vm_id}",
+                    resource=request.volume_id,
+                    hint="detach it there first",
+                )
 
     async def _backend_for(self, request: AttachVolumeToVm) -> Backend:
         backend = self._records.backends.get(request.vm_id)
@@ -171,7 +186,7 @@ class Sessions:
 
     async def _undo_attach(self, request: AttachVolumeToVm, reason: ChvError) -> None:
         """Take back what a failed attach recorded; where that fails too, it is tried again."""
-        row = self._records.attachments.get(request.volume_id)
+        row = self._records.attachment(request.volume_id, request.vm_id)
         if row is None:
             return
         await self._records.put_attachment(msgspec.structs.replace(row, wanted=False))
@@ -202,7 +217,7 @@ class Sessions:
 
     def _require_served(self, request: AttachVolumeToVm) -> None:
         backend = self._records.backends.get(request.vm_id)
-        row = self._records.attachments.get(request.volume_id)
+        row = self._records.attachment(request.volume_id, request.vm_id)
         if backend is None or row is None or not row.published:
             raise Unavailable(
                 "the storage daemon died during the attach",

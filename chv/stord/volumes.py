@@ -22,7 +22,9 @@ from chv.common.errors import (
 )
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import VolumeBackend, VolumeInfo
+from chv.stord.backends import disk_files
 from chv.stord.backends.base import Backend
+from chv.stord.disks import Disks
 from chv.stord.records import Records, Volume, VolumeState
 
 log = logs.get(__name__)
@@ -32,16 +34,19 @@ UNDO_TIMEOUT_S = 10.0
 class Volumes:
     """All volumes of this node."""
 
-    def __init__(self, records: Records, backend: Backend, clock: Clock) -> None:
+    def __init__(self, records: Records, disks: Disks, clock: Clock) -> None:
         self._records = records
-        self._backend = backend
+        self._disks = disks
         self._clock = clock
+
+    def _backend(self, spec: VolumeBackend) -> Backend:
+        return self._disks.backend(spec)
 
     async def open(self, volume_id: str, generation: int, spec: VolumeBackend) -> VolumeInfo:
         """Make the volume what the spec says and return what it is."""
         row = await self._finished(volume_id)
         if row is None:
-            spec = await self._backend.check(spec)
+            spec = await self._backend(spec).check(spec)
             return await self.info(
                 volume_id, created=await self._create(volume_id, generation, spec)
             )
@@ -67,17 +72,17 @@ class Volumes:
         await self._records.put_volume(row)
         await failpoint("stord.open.after_intent")
         try:
-            created = await self._backend.create(volume_id, spec)
+            created = await self._backend(spec).create(volume_id, spec)
         except ChvError:
             with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
                 await self._records.drop_volume(volume_id)
             raise
         if not created:  # found without a record
-            found = await self._backend.inspect(volume_id, spec)
+            found = await self._disks.inspect(volume_id)
             if found.state != "open":
                 raise DataLoss(f"the volume is {found.state}: {found.problem}", resource=volume_id)
             if found.size_bytes < spec.size_bytes:
-                await self._backend.grow(volume_id, spec)
+                await self._backend(spec).grow(volume_id, spec)
         await failpoint("stord.open.after_create")
         await self._put(row, state=VolumeState.OPEN)
         await failpoint("stord.open.after_record")
@@ -85,7 +90,7 @@ class Volumes:
         return created
 
     async def _change(self, row: Volume, generation: int, spec: VolumeBackend) -> None:
-        spec = await self._backend.check(spec)
+        spec = await self._backend(spec).check(spec)
         _check_change(row, spec)
         if spec.size_bytes == row.backend.size_bytes:
             await self._put(row, generation=generation, state=VolumeState.OPEN)
@@ -102,7 +107,7 @@ class Volumes:
         await self._grow(self._records.volumes[row.volume_id])
 
     async def _grow(self, row: Volume) -> None:
-        await self._backend.grow(row.volume_id, row.backend)
+        await self._backend(row.backend).grow(row.volume_id, row.backend)
         await failpoint("stord.grow.after_resize")
         await self._put(row, state=VolumeState.OPEN)
         log.info("volume_grown", volume_id=row.volume_id, size_bytes=row.backend.size_bytes)
@@ -124,7 +129,7 @@ class Volumes:
             self._refuse_held(volume_id)
             await self._put(row, state=VolumeState.DELETING)
             await failpoint("stord.delete.after_intent")
-        await self._backend.delete(volume_id)
+            await self._backend(row.backend).delete(volume_id, row.backend)
         await failpoint("stord.delete.after_remove")
         await self._records.drop_volume(volume_id)
         log.info("volume_deleted", volume_id=volume_id)
@@ -150,7 +155,7 @@ class Volumes:
     async def _finish_one(self, row: Volume) -> None:
         match row.state:
             case VolumeState.CREATING:
-                found = await self._backend.inspect(row.volume_id, row.backend)
+                found = await self._disks.inspect(row.volume_id)
                 if found.state == "missing":
                     await self._records.drop_volume(row.volume_id)
                 else:
@@ -179,7 +184,7 @@ class Volumes:
                 resource=volume_id,
                 hint=f"OpenVolume with generation {generation} first",
             )
-        found = await self._backend.inspect(volume_id, row.backend)
+        found = await self._disks.inspect(volume_id)
         if found.state != "open":
             raise FailedPrecondition(
                 f"the volume is {found.state}: {found.problem}", resource=volume_id
@@ -203,7 +208,7 @@ class Volumes:
     async def info(self, volume_id: str, *, created: bool = False) -> VolumeInfo:
         """Return the volume as it is on disk now."""
         row = self.require(volume_id)
-        found = await self._backend.inspect(volume_id, row.backend)
+        found = await self._disks.inspect(volume_id)
         held = self._records.holder(volume_id)
         closed = found.state == "open" and row.state is VolumeState.CLOSED
         return VolumeInfo(
@@ -212,7 +217,7 @@ class Volumes:
             format=row.backend.format,
             size_bytes=found.size_bytes,
             allocated_bytes=found.allocated_bytes,
-            path=str(found.path),
+            path=found.location,
             created=created,
             attached_to="" if held is None else held.vm_id,
             last_error=row.last_error or found.problem,
@@ -236,13 +241,9 @@ def check_generation(row: Volume, generation: int) -> None:
 
 def _check_change(row: Volume, spec: VolumeBackend) -> None:
     there = row.backend
-    if (spec.class_name, spec.format, spec.source) != (
-        there.class_name,
-        there.format,
-        there.source,
-    ):
+    if disk_files.identity(spec) != disk_files.identity(there):
         raise InvalidArgument(
-            f"the volume is {there.format.value} and keeps its class, format and source",
+            f"the volume is {there.format.value} and keeps its class, place, format and source",
             resource=row.volume_id,
             field="backend",
             hint="make a new volume",

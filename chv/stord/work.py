@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from chv.common.clock import Clock
-from chv.common.errors import ChvError, Unavailable
+from chv.common.errors import ChvError, DeadlineExceeded, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.files import ensure_dir
 from chv.common.ids import Ids, short_uid
@@ -29,7 +31,8 @@ from chv.common.process import (
     terminate,
     wait_gone,
 )
-from chv.stord.backends.base import Backend as VolumeClass
+from chv.common.wire.stord import AccessMode
+from chv.stord.disks import Disks
 from chv.stord.exports import RunDirectory
 from chv.stord.plan import (
     AddExport,
@@ -62,7 +65,7 @@ class Parts:
     layout: Layout
     records: Records
     provider: Provider
-    volumes: VolumeClass
+    disks: Disks
     clock: Clock
     ids: Ids
     boot_id: str
@@ -206,12 +209,34 @@ class Work:
                 assert_never(step)
 
     async def _remove_nodes(self, volume_id: str) -> None:
+        """Delete what can be deleted until nothing of the volume is left.
+
+        Only the top of a chain can go at a time, and what was opened as a part of another node
+        goes with it; which is which differs after snapshots, merges and moves.
+        """
         monitor = await self._open_monitor()
-        present = await monitor.nodes()
-        for name in (graph.format_node(volume_id), graph.lock_node(volume_id)):
-            if name in present:
-                await monitor.delete_node(name)
+        while present := graph.removal_order(await monitor.nodes(), volume_id):
+            await self._remove_one(monitor, present)
+            await self._reached("after_node_gone")
+        group = graph.throttle_group(volume_id)
+        if group in await monitor.objects():
+            await monitor.delete_object(group)
         await self._reached("after_nodes_gone")
+
+    @staticmethod
+    async def _remove_one(monitor: Monitor, names: list[str]) -> None:
+        """Delete the first that lets itself be deleted; raise what the first said if none does."""
+        refusals: list[ChvError] = []
+        for name in names:
+            try:
+                await monitor.delete_node(name)
+            except (Unavailable, DeadlineExceeded):
+                raise
+            except ChvError as error:
+                refusals.append(error)
+            else:
+                return
+        raise refusals[0]
 
     async def _stop(self) -> None:
         worker = await self._find_worker() or self._backend.worker
@@ -259,15 +284,29 @@ class Work:
         )
 
     async def _add_nodes(self, volume_id: str, read_only: bool) -> None:
-        volumes, spec = self._parts.volumes, self._parts.records.volumes[volume_id].backend
-        disk = volumes.disk(volume_id, spec)
+        disks = self._parts.disks
+        spec = self._parts.records.volumes[volume_id].backend
         monitor = await self._open_monitor()
-        volumes.grant(volume_id, spec, self._backend.storage_uid)
+        await anyio.to_thread.run_sync(disks.grant, volume_id, self._backend.storage_uid)
         await self._reached("after_grant")
-        await monitor.add_node(graph.lock_blockdev(volume_id, volumes.lock_path(volume_id)))
+        disk = await anyio.to_thread.run_sync(partial(disks.disk, volume_id, read_only=read_only))
+        shared = spec.access is AccessMode.READ_ONLY_MANY
+        lock = graph.lock_blockdev(volume_id, disks.lock_path(volume_id), shared=shared)
+        await monitor.add_node(lock)
         await self._reached("after_lock")
-        await monitor.add_node(graph.disk_blockdev(volume_id, disk, read_only))
+        await self._add_group(monitor, disk)
+        await self._reached("after_group")
+        await monitor.add_node(graph.chain(disk))
         await self._reached("after_blockdev")
+        await monitor.add_node(graph.throttle(volume_id, disk.own[-1].number))
+        await self._reached("after_throttle")
+
+    @staticmethod
+    async def _add_group(monitor: Monitor, disk: graph.Disk) -> None:
+        group = graph.throttle_group(disk.volume_id)
+        if group not in await monitor.objects():
+            await monitor.add_object("throttle-group", group, {})
+        await monitor.set_limits(group, disk.limits)
 
     async def _add_export(self, volume_id: str, read_only: bool) -> None:
         path = self.run.unprimed(volume_id)

@@ -186,11 +186,11 @@ async def test_a_death_while_stord_was_away_is_told_to_the_first_who_asks(node: 
 
 async def test_a_storage_daemon_that_nobody_wants_any_more_is_just_cleaned_up(node: Node) -> None:
     """stord died between the wish to detach and the detach; the storage daemon died too."""
-    volume, _vm, info = await served(node)
+    volume, vm, info = await served(node)
     await node.end()
     async with Store.open(node.layout.database("stord"), MIGRATIONS) as store:
         records = await Records.load(store)
-        row = records.attachments[volume]
+        row = records.attachments[volume, vm]
         await records.put_attachment(msgspec.structs.replace(row, wanted=False))
     os.kill(info.backend_pid, signal.SIGKILL)
     await node.start()

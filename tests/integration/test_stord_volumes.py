@@ -134,7 +134,7 @@ async def test_changes_that_would_lose_data_are_refused_and_change_nothing(node:
         await node.open(volume, size_bytes=4 * MIB, generation=2)
     with pytest.raises(InvalidArgument, match="never becomes smaller"):
         await node.open(volume, size_bytes=MIB, generation=4)
-    with pytest.raises(InvalidArgument, match="keeps its class, format and source"):
+    with pytest.raises(InvalidArgument, match="keeps its class, place, format and source"):
         await node.open(volume, format="qcow2", size_bytes=2 * MIB, generation=4)
 
     info = await node.get(volume)

@@ -22,9 +22,14 @@ from chv.stord.plan import (
     Wanted,
     plan,
 )
-from chv.stord.qsd.graph import export_id, format_node, lock_node
+from chv.stord.qsd.graph import export_id, format_node, is_of, lock_node, throttle_node
 
 VOLUMES = [f"{number:08x}-0000-0000-0000-000000000000" for number in (0xA1, 0xB2, 0xC3)]
+
+
+def nodes_of(volume: str, layers: int) -> set[str]:
+    formats = {format_node(volume, number) for number in range(layers)}
+    return formats | {lock_node(volume), throttle_node(volume)}
 
 
 @dataclass
@@ -37,6 +42,7 @@ class World:
     exports: set[str] = field(default_factory=set)
     paths: set[str] = field(default_factory=set)
     starts: int = 0
+    layers: int = 1  # of every volume
 
     def observe(self) -> Observed:
         alive = self.alive
@@ -63,7 +69,7 @@ class World:
             case RemoveNodes(volume):
                 assert self.alive
                 assert export_id(volume) not in self.exports, "the node is still exported"
-                self.nodes -= {format_node(volume), lock_node(volume)}
+                self.nodes -= {node for node in self.nodes if is_of(node, volume)}
             case StopBackend():
                 assert not self.paths, "a path outlives its storage daemon"
                 self.die()
@@ -75,10 +81,10 @@ class World:
                 self.starts += 1
             case AddNodes(volume, _):
                 assert self.alive
-                assert not {format_node(volume), lock_node(volume)} & self.nodes
-                self.nodes |= {format_node(volume), lock_node(volume)}
+                assert not any(is_of(node, volume) for node in self.nodes)
+                self.nodes |= nodes_of(volume, self.layers)
             case AddExport(volume, _):
-                assert format_node(volume) in self.nodes
+                assert throttle_node(volume) in self.nodes, "what is exported is the throttle"
                 assert export_id(volume) not in self.exports
                 self.exports.add(export_id(volume))
             case Publish(volume):
@@ -96,11 +102,11 @@ def desire(volumes: list[str], published: set[str], *, may_start: bool = True) -
     return Desired(attachments=tuple(items), may_start=may_start)
 
 
-@given(first=wanted, then=wanted, cuts=cuts)
+@given(first=wanted, then=wanted, cuts=cuts, layers=st.integers(1, 4))
 def test_plans_converge_from_wherever_they_were_cut_short(
-    first: list[str], then: list[str], cuts: list[tuple[int, bool]]
+    first: list[str], then: list[str], cuts: list[tuple[int, bool]], layers: int
 ) -> None:
-    world = World()
+    world = World(layers=layers)
     for index, (length, dies) in enumerate(cuts):
         goal = desire(first if index % 2 == 0 else then, set())
         for step in plan(goal, world.observe(), tuple(VOLUMES))[:length]:
@@ -164,3 +170,16 @@ def test_an_export_that_vanished_from_a_live_storage_daemon_is_not_made_again_un
     steps = plan(desire(VOLUMES, set(VOLUMES), may_start=False), world.observe())
 
     assert steps == [Unpublish(VOLUMES[0]), RemoveNodes(VOLUMES[0])]
+
+
+@given(volume=st.sampled_from(VOLUMES), left=st.data(), layers=st.integers(1, 4))
+def test_any_rest_of_a_volume_is_removed_before_it_is_added_again(
+    volume: str, left: st.DataObject, layers: int
+) -> None:
+    """A removal or an addition that was cut short leaves any part of the volume's nodes."""
+    rest = left.draw(st.sets(st.sampled_from(sorted(nodes_of(volume, layers))), min_size=1))
+    observed = Observed(alive=True, remains=True, nodes=frozenset(rest))
+
+    steps = plan(desire([volume], set()), observed)
+
+    assert [type(step) for step in steps] == [RemoveNodes, AddNodes, AddExport, Publish]

@@ -16,8 +16,11 @@ from typing import Protocol
 
 import msgspec
 
+from chv.common.config import StorageConfig
 from chv.common.wire.stord import SpaceLevel, VolumeBackend
 from chv.stord.qsd.graph import Protocol as ProtocolNode
+
+PERCENT = 100
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,3 +85,15 @@ class Backend(Protocol):
 
     def lock_path(self, volume_id: str) -> Path:
         """Return the file whose lock means use of the volume."""
+
+
+def space_of(free_bytes: int, total_bytes: int, storage: StorageConfig) -> Space:
+    """Judge what is left by the thresholds of the configuration."""
+    used_percent = PERCENT * (total_bytes - free_bytes) / total_bytes if total_bytes else PERCENT
+    level = SpaceLevel.OK
+    if used_percent >= storage.space_warn_percent:
+        level = SpaceLevel.WARN
+    critical = used_percent >= storage.space_critical_percent
+    if critical or free_bytes < storage.space_critical_bytes:
+        level = SpaceLevel.CRITICAL
+    return Space(free_bytes=free_bytes, total_bytes=total_bytes, level=level)

@@ -1,7 +1,9 @@
 """The files of a volume of class `file`: made, looked at and removed, each change whole or not.
 
-Everything blocks; called in threads by `file`. A volume is a directory with `disk.<format>`,
-`lock` and `volume.json` (what it is, for a store that was lost).
+Everything blocks; called in threads by `file`. A volume is a directory with `lock`,
+`volume.json` (what it is, for a store that was lost) and, unless a pool or a device has the
+bytes, `disk.<format>`. The parts that any class needs: `begin`, `finish`, `matches`,
+`remove_volume`, `exclusively`.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from chv.common.files import (
     no_space_is_exhausted,
     sync_directory,
 )
-from chv.common.wire.stord import VolumeBackend, VolumeFormat
+from chv.common.wire.stord import Encryption, VolumeBackend, VolumeFormat
 from chv.stord import qcow2
 from chv.stord.backends.base import Inspection
+from chv.stord.qsd import graph
 
 SECTOR_BYTES = 512
 STAT_BLOCK_BYTES = 512
 LOCK_FILE_BYTES = 4096
 NEW, OLD = ".new", ".old"
+ANY_KEY = Encryption(key="any/key")  # a volume may change its key, not whether it has one
 # struct flock: type, whence, start, length (0: to the end), pid (0: lock of the open file).
 _LOCK = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
@@ -73,6 +77,13 @@ def takes_direct(path: Path) -> bool:
     return True
 
 
+def protocol(path: Path, aio: str) -> graph.Protocol:
+    """Describe a file as the storage daemon opens it."""
+    return graph.Protocol(
+        driver="file", options={"filename": str(path)}, direct=takes_direct(path), aio=aio
+    )
+
+
 def begin(building: Path) -> None:
     ensure_dir(building.parent, mode=0o711)
     remove_tree(building)
@@ -108,17 +119,25 @@ def describe(directory: Path, spec: VolumeBackend) -> None:
     atomic_write(directory / "volume.json", msgspec.json.encode(spec))
 
 
-def finish(building: Path, directory: Path, spec: VolumeBackend) -> None:
-    """Put everything on the disk, then give the volume its name."""
-    extend_raw(building / "lock", LOCK_FILE_BYTES)
-    describe(building, spec)
-    disk = building / f"disk.{spec.format.value}"
+def settle(disk: Path) -> None:
+    """Put a finished disk on the medium, for root alone."""
     disk.chmod(0o600)
     fd = os.open(disk, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(fd, disk)
     finally:
         os.close(fd)
+
+
+def finish(building: Path, directory: Path, spec: VolumeBackend) -> None:
+    """Add lock and description to what was built, then give the volume its name."""
+    extend_raw(building / "lock", LOCK_FILE_BYTES)
+    describe(building, spec)
+    give_name(building, directory)
+
+
+def give_name(building: Path, directory: Path) -> None:
+    """Rename a directory whose files are on the medium."""
     building.chmod(0o711)
     sync_directory(building)
     building.rename(directory)
@@ -134,12 +153,33 @@ def matches(directory: Path, spec: VolumeBackend) -> bool:
             raise OwnershipConflict(f"{str(directory)!r} is not a volume; left alone") from None
         return False
     there = msgspec.json.decode(data, type=VolumeBackend)
-    if (there.format, there.source) != (spec.format, spec.source):
+    if identity(there) != identity(spec):
         raise OwnershipConflict(
-            f"{str(directory)!r} holds another volume ({there.format.value})",
+            f"{str(directory)!r} holds another volume"
+            f" ({there.class_name.value}, {there.format.value})",
             hint="delete the volume first",
         )
     return True
+
+
+def identity(spec: VolumeBackend) -> VolumeBackend:
+    """Return what of a description never changes: not size, limits, key and policies."""
+    return VolumeBackend(
+        class_name=spec.class_name,
+        format=spec.format,
+        size_bytes=SECTOR_BYTES,
+        pool=spec.pool,
+        block=spec.block,
+        lvm=spec.lvm,
+        nbd=spec.nbd,
+        iscsi=spec.iscsi,
+        rbd=spec.rbd,
+        source=spec.source,
+        snapshot=spec.snapshot,
+        backup=spec.backup,
+        access=spec.access,
+        encryption=None if spec.encryption is None else ANY_KEY,
+    )
 
 
 def remove_volume(directory: Path) -> None:
@@ -157,21 +197,24 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def inspect(disk: Path, spec: VolumeBackend) -> Inspection:
+def inspect(disk: Path, home: Path, spec: VolumeBackend) -> Inspection:
+    """Look at the disk of a volume that is described in `home`."""
     try:
         status = disk.lstat()
     except FileNotFoundError:
-        return Inspection(path=disk, state="missing", problem=f"{str(disk)!r} does not exist")
+        return Inspection(
+            location=str(disk), state="missing", problem=f"{str(disk)!r} does not exist"
+        )
     try:
         size_bytes = virtual_size_bytes(disk, spec.format)
     except (DataLoss, InvalidArgument) as error:
-        return Inspection(path=disk, state="broken", problem=error.message)
-    if size_bytes < (described := _described_bytes(disk.parent)):
+        return Inspection(location=str(disk), state="broken", problem=error.message)
+    if size_bytes < (described := described_bytes(home)):
         # A guest on a disk that was cut short would read zeros for its data, or worse.
         problem = f"{str(disk)!r} holds {size_bytes} bytes of the {described} that it had"
-        return Inspection(path=disk, state="broken", problem=problem)
+        return Inspection(location=str(disk), state="broken", problem=problem)
     return Inspection(
-        path=disk,
+        location=str(disk),
         state="open",
         size_bytes=size_bytes,
         allocated_bytes=status.st_blocks * STAT_BLOCK_BYTES,
@@ -179,7 +222,7 @@ def inspect(disk: Path, spec: VolumeBackend) -> Inspection:
     )
 
 
-def _described_bytes(directory: Path) -> int:
+def described_bytes(directory: Path) -> int:
     """Return the size that the volume has reached; written only after each growth."""
     try:
         described = msgspec.json.decode(

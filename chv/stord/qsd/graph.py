@@ -120,6 +120,21 @@ def is_of(node_name: str, volume_id: str) -> bool:
     return node_name.endswith(f"-{short_uid(volume_id)}")
 
 
+def removal_order(present: frozenset[str], volume_id: str) -> list[str]:
+    """Return the volume's nodes in the order in which they most likely can go, the lock last."""
+    top, lock = throttle_node(volume_id), lock_node(volume_id)
+
+    def rank(name: str) -> tuple[int, int]:
+        if name == lock:
+            return (3, 0)
+        if name == top:
+            return (0, 0)
+        digits = name.partition("-")[0][1:]
+        return (1 if name.startswith("f") else 2, -int(digits) if digits.isdigit() else 0)
+
+    return sorted((name for name in present if is_of(name, volume_id)), key=rank)
+
+
 def argv(monitor_path: Path, pid_path: Path, binary: str = BINARY) -> list[str]:
     """Command line of an empty storage daemon; disks come by QMP.
 

@@ -33,7 +33,8 @@ from chv.common.errors import (
     PermissionDenied,
     Unavailable,
 )
-from chv.stord.qsd.graph import Node
+from chv.common.wire.stord import Limits
+from chv.stord.qsd.graph import Node, limits_arguments, limits_from
 from chv.stord.qsd.peer import check_peer
 
 CALL_TIMEOUT_S = 5.0
@@ -41,6 +42,7 @@ CONNECT_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.001
 DISCONNECT_TIMEOUT_S = 1.0
 DELETED_POLL_S = 0.1
+OBJECTS = "/objects"
 REPLY_BYTES_MAX = 16 * 1024 * 1024
 
 # The library reports what we raise, tracebacks as critical ones; once is enough.
@@ -91,6 +93,39 @@ class Monitor:
         """Close a block node."""
         await self.call("blockdev-del", {"node-name": name})
 
+    async def resize(self, name: str, size_bytes: int) -> None:
+        """Make a node larger. See `chv.stord.growth` for when this is safe."""
+        await self.call("block_resize", {"node-name": name, "size": size_bytes})
+
+    # --- objects
+    async def objects(self) -> frozenset[str]:
+        """Return the ids of the objects that were added by `add_object`."""
+        try:
+            answer = await self.call("qom-list", {"path": OBJECTS})
+        except NotFound:  # it comes into being with the first object
+            return frozenset()
+        rows = cast(list[dict[str, str]], answer)
+        return frozenset(row["name"] for row in rows if row["type"].startswith("child<"))
+
+    async def add_object(self, kind: str, name: str, options: Node) -> None:
+        """Make an object; `options` may hold a secret and are in no error."""
+        await self.call("object-add", {"qom-type": kind, "id": name, **options})
+
+    async def delete_object(self, name: str) -> None:
+        """Remove an object."""
+        await self.call("object-del", {"id": name})
+
+    async def set_limits(self, group: str, limits: Limits) -> None:
+        """Change a throttle group, all of it at once."""
+        value = limits_arguments(limits)
+        await self.call("qom-set", {"path": group, "property": "limits", "value": value})
+
+    async def limits(self, group: str) -> Limits:
+        """Read a throttle group back."""
+        answer = await self.call("qom-get", {"path": group, "property": "limits"})
+        return limits_from(cast(dict[str, int], answer))
+
+    # --- exports
     async def add_export(self, export: Node) -> None:
         """Start to listen."""
         await self.call("block-export-add", export)
@@ -187,6 +222,6 @@ def translate(command: str, text: str) -> ChvError:
             f"the storage uid may not open a file: {message}",
             hint="images must be readable by everyone",
         )
-    if "No such file or directory" in text or "is not found" in text:
+    if "No such file or directory" in text or text.endswith(" not found"):
         return NotFound(message)
     return Internal(message)

@@ -9,6 +9,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -23,7 +24,7 @@ from chv.common.errors import (
 )
 from chv.common.ids import Ids
 from chv.common.layout import Layout
-from chv.common.wire.stord import CrashClass, StorageEvent
+from chv.common.wire.stord import CrashClass, Limits, Rate, StorageEvent
 from chv.stord import qcow2
 from chv.stord.backends import disk_files
 from chv.stord.events import QUEUE_EVENTS_MAX, Events
@@ -37,51 +38,85 @@ VM = "89ab0123-1111-2222-3333-444455556666"
 
 
 # --- the block graph
+def layer(path: str, format: str = "raw", number: int = 0, **options: Any) -> graph.LayerNode:
+    protocol = graph.Protocol(
+        driver="file", options={"filename": path}, **({"aio": "native"} | options)
+    )
+    return graph.LayerNode(number=number, format=format, protocol=protocol)
+
+
+def file_node(name: str, path: str) -> graph.Node:
+    return {
+        "driver": "file",
+        "node-name": f"{name}-0123abcd11",
+        "filename": path,
+        "aio": "native",
+        "cache": {"direct": True},
+        "discard": "unmap",
+    }
+
+
 def test_every_layer_of_a_disk_discards_and_nothing_is_probed() -> None:
-    disk = graph.DiskFile(
-        path=Path("/v/disk.qcow2"),
-        format="qcow2",
-        image_path=Path("/i/abc"),
-        image_format="raw",
+    disk = graph.Disk(
+        volume_id=VOLUME,
+        below=(layer("/i/abc"),),
+        own=(layer("/v/disk.qcow2", "qcow2"), layer("/v/layer-2.qcow2", "qcow2", 2)),
     )
 
-    node = graph.disk_blockdev(VOLUME, disk, False)
+    node = graph.chain(disk)
 
     assert node == {
         "driver": "qcow2",
-        "node-name": "f-0123abcd11",
+        "node-name": "f2-0123abcd11",
         "discard": "unmap",
         "read-only": False,
-        "file": {
-            "driver": "file",
-            "node-name": "p-0123abcd11",
-            "filename": "/v/disk.qcow2",
-            "aio": "native",
-            "cache": {"direct": True},
-            "discard": "unmap",
-        },
+        "file": file_node("p2", "/v/layer-2.qcow2"),
         "backing": {
-            "driver": "raw",
-            "node-name": "b-0123abcd11",
+            "driver": "qcow2",
+            "node-name": "f0-0123abcd11",
             "discard": "unmap",
             "read-only": True,
-            "file": {
-                "driver": "file",
-                "node-name": "i-0123abcd11",
-                "filename": "/i/abc",
-                "aio": "native",
-                "cache": {"direct": True},
+            "file": file_node("p0", "/v/disk.qcow2"),
+            "backing": {
+                "driver": "raw",
+                "node-name": "b0-0123abcd11",
                 "discard": "unmap",
+                "read-only": True,
+                "file": file_node("i0", "/i/abc"),
             },
         },
     }
 
 
 def test_a_qcow2_without_an_image_follows_no_backing_file_of_its_header() -> None:
-    node = graph.disk_blockdev(VOLUME, graph.DiskFile(path=Path("/v/d"), format="qcow2"), True)
+    node = graph.chain(graph.Disk(volume_id=VOLUME, own=(layer("/v/d", "qcow2"),), read_only=True))
 
     assert node["backing"] is None
     assert node["read-only"] is True
+
+
+def test_nodes_leave_from_the_top_down_and_the_lock_last() -> None:
+    names = ["l", "p0", "f0", "f2", "t", "b0", "f11", "i0"]
+    present = frozenset(f"{name}-0123abcd11" for name in names) | {"f0-ffffffffff"}
+
+    order = [name.partition("-")[0] for name in graph.removal_order(present, VOLUME)]
+
+    assert order[:4] == ["t", "f11", "f2", "f0"]
+    assert order[-1] == "l"
+    assert len(order) == len(names)
+
+
+def test_limits_survive_the_way_to_the_storage_daemon_and_back() -> None:
+    limits = Limits(
+        iops_total=Rate(limit=100, burst=500, burst_s=10),
+        bps_read=Rate(limit=1 << 20),
+        iops_size_bytes=4096,
+    )
+
+    arguments = graph.limits_arguments(limits)
+
+    assert len(arguments) == 19
+    assert graph.limits_from({key: int(str(value)) for key, value in arguments.items()}) == limits
 
 
 @pytest.mark.parametrize(
@@ -91,9 +126,9 @@ def test_a_qcow2_without_an_image_follows_no_backing_file_of_its_header() -> Non
 def test_native_aio_gives_way_to_threads_where_there_is_no_direct_io(
     aio: str, direct: bool, used: str
 ) -> None:
-    disk = graph.DiskFile(path=Path("/v/d"), format="raw", aio=aio, direct=direct)
+    disk = graph.Disk(volume_id=VOLUME, own=(layer("/v/d", aio=aio, direct=direct),))
 
-    file = graph.disk_blockdev(VOLUME, disk, False)["file"]
+    file = graph.chain(disk)["file"]
 
     assert isinstance(file, dict)
     assert (file["aio"], file["cache"]) == (used, {"direct": direct})
