@@ -37,21 +37,26 @@ from tests.helpers import wait_until
 
 READY = b"chv-guest: ready"
 # 16-bit code at 0x7c00: enable PWRBTN in PM1_EN (0x602), print the text at the end to 0x3f8, then
-# for ever: echo a letter from 0x3f8 and obey it (i = ignore the button, p = pvpanic (0x505),
-# r = reset (0xcf9), o = off); on PWRBTN in PM1_STS (0x600): off, which is SLP_EN with type S5 to
-# PM1_CNT (0x604).
+# for ever: echo a letter from 0x3f8 and obey it (i = ignore the button, c = cling to disks, l = let
+# go of them, p = pvpanic (0x505), r = reset (0xcf9), o = off); unless it clings, eject what each
+# of the hot-plug controller's buses (0xcd0) is asked for (0xcc4, 0xcc8); on PWRBTN in PM1_STS
+# (0x600): off, which is SLP_EN with type S5 to PM1_CNT (0x604).
 BOOT_SECTOR = (
     bytes.fromhex(
-        "faba0206b80001efbe5e0081c6007c31db8edbac84c07406baf803eeebf5bafd03eca8017422baf803ec"
-        "ee3c697501433c707506ba0505b001ee3c727506baf90cb006ee3c6f740d85db75d2ba0006eda9000174"
-        "c9ba0406b80020efebc0"
+        "faba0206b80001ef31db31ed8edbbe847cac84c07406baf803eeebf5bafd03eca801742dbaf803ecee3c"
+        "697501433c637501453c6c750231ed3c707506ba0505b001ee3c727506baf90cb006ee3c6f742a85ed75"
+        "19b11f660fb6c1bad00c66efbac40c66edbac80c66effec979e985db75aaba0006eda9000174a1ba0406"
+        "b80020efeb98"
     )
     + READY
     + b"\r\n\0"
 ).ljust(510, b"\0") + b"\x55\xaa"
 TUNSETIFF, TUNGETIFF = 0x400454CA, 0x800454D2
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
-LETTERS = {"ignore_button": b"i", "panic": b"p", "reboot": b"r", "power_off": b"o"}
+LETTERS = {
+    "ignore_button": b"i", "panic": b"p", "reboot": b"r", "power_off": b"o", "cling": b"c",
+    "let_go": b"l",
+}  # fmt: skip
 
 
 class Rig(Protocol):
@@ -65,6 +70,9 @@ class Rig(Protocol):
 
     def another_driver(self) -> VmmDriver:
         """Return a driver with no memory, as after a restart of the agent."""
+
+    async def spare_disk(self) -> DiskConfig:
+        """Return a disk named `spare` that is served and not plugged."""
 
     async def guest(self, action: str) -> None:
         """Let the guest do something on its own."""
@@ -168,7 +176,7 @@ class ProcessRig:
         else:
             assert self.serial is not None
             await self.serial.send(LETTERS[action])
-            if action == "ignore_button":
+            if action in ("ignore_button", "cling", "let_go"):
                 with anyio.fail_after(10):
                     while LETTERS[action] not in await self.serial.receive():
                         pass  # until the echo: from there on it does
@@ -196,12 +204,22 @@ class ProcessRig:
         self.backend.reap()
 
     async def start_backend(self) -> None:
+        self.backend = await self._serve(self.export)
+
+    async def _serve(self, path: Path) -> Child:
         raw = f"driver=file,node-name=n,filename={self.image},read-only=on,locking=off"
-        export = f"vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={self.export}"
+        export = f"vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={path}"
         argv = ("qemu-storage-daemon", "--blockdev", raw, "--export", export)
-        self.backend = await start_child(Program(argv=argv))
-        await wait_until(self.export.exists, what="storage daemon")
-        self.export.chmod(0o666)
+        child = await start_child(Program(argv=argv))
+        await wait_until(path.exists, what="storage daemon")
+        path.chmod(0o666)
+        return child
+
+    async def spare_disk(self) -> DiskConfig:
+        path = self.base / "spare.sock"
+        child = await self._serve(path)
+        self.stack.push_async_callback(child.terminate, grace_s=0)
+        return DiskConfig(id="spare", kind="vhost-user-blk", path=str(path))
 
     async def end_backend(self) -> None:
         if self.backend is not None and self.backend.returncode is None:
@@ -235,6 +253,9 @@ class InProcessRig:
 
     def another_driver(self) -> VmmDriver:
         return self.vmms
+
+    async def spare_disk(self) -> DiskConfig:
+        return DiskConfig(id="spare", kind="vhost-user-blk", path="/spare")
 
     async def guest(self, action: str) -> None:
         await self.vmms.guest(self.runtime_dir, action)

@@ -14,6 +14,9 @@ from typing import Protocol
 
 import msgspec
 
+# Drivers whose VMM takes up and lets go of disks while its guest runs.
+HOT_PLUG = frozenset({"qemu", "fake"})
+
 
 class VmmState(StrEnum):
     """What the VMM itself says about the guest."""
@@ -34,6 +37,14 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     read_only: bool = False
     boot_index: int = 0  # 0: not bootable
+    volume_id: str = ""  # what is behind it, for whoever reads the record; no driver does
+
+
+class PluggedDisk(msgspec.Struct, frozen=True, kw_only=True):
+    """A vhost-user disk that the VMM has now, and whether it is connected to its back end."""
+
+    id: str
+    connected: bool
 
 
 class NicConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +169,44 @@ class VmmDriver(Protocol):
 
     async def await_disks(self, runtime_dir: Path, disk_ids: tuple[str, ...]) -> None:
         """Return once the VMM is connected to these vhost-user disks again."""
+        ...
+
+    async def disks(self, runtime_dir: Path) -> tuple[PluggedDisk, ...]:
+        """Return the vhost-user disks that are plugged, one that is being let go of included."""
+        ...
+
+    async def add_disk(self, runtime_dir: Path, disk: DiskConfig) -> None:
+        """Plug a vhost-user disk whose back end listens. Plugged already: no effect.
+
+        Unavailable where nothing listens on its path: a VMM that waits for that stands still.
+        """
+        ...
+
+    async def remove_disk(self, runtime_dir: Path, disk_id: str) -> None:
+        """Unplug a disk; returns only when guest and VMM have let go of it. Not there: no effect.
+
+        FailedPrecondition where no vCPU runs that could let go; DeadlineExceeded where the guest
+        does not: it may still do so later, so look at `disks` before anything else.
+        """
+        ...
+
+    async def ping_guest(self, runtime_dir: Path) -> None:
+        """Return where the guest agent answers; Unavailable or DeadlineExceeded where not."""
+        ...
+
+    async def freeze_guest(self, runtime_dir: Path) -> None:
+        """Let the guest agent freeze the file systems. Frozen already: no effect.
+
+        Unavailable: it was not asked. OutcomeUnknown: they may be frozen.
+        """
+        ...
+
+    async def thaw_guest(self, runtime_dir: Path) -> None:
+        """Let the guest agent thaw them, and read back that they are. Thawed: no effect."""
+        ...
+
+    async def guest_frozen(self, runtime_dir: Path) -> bool:
+        """Ask the guest agent whether file systems are frozen by it."""
         ...
 
     def serial_socket(self, runtime_dir: Path) -> Path:

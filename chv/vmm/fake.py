@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from chv.common.errors import ERRORS_BY_CODE, ChvError, Internal, InvalidArgument
+from chv.common.errors import ERRORS_BY_CODE, ChvError, Internal, InvalidArgument, Unavailable
 from chv.vmm.driver import DiskConfig
 from chv.vmm.fake_spec import (
     BEHAVIOUR_VARIABLE,
@@ -30,6 +30,7 @@ from chv.vmm.fake_spec import (
     Request,
     parse_argv,
     parse_behaviour,
+    reply_of,
 )
 from chv.vmm.fake_state import MUTATIONS, Behaviour, FakeVm
 
@@ -43,8 +44,9 @@ class FakeProcess:
 
     def __init__(self, arguments: FakeArguments, behaviour: Behaviour) -> None:
         self._runtime = Path(arguments.runtime_dir)
-        self._vhost = {d.id: d for d in arguments.parts.disks if d.kind == "vhost-user-blk"}
-        self._vm = FakeVm(behaviour, [d.id for d in arguments.parts.disks], time.monotonic)
+        self._vhost = arguments.parts.served
+        self._vm = FakeVm(behaviour, self._vhost, time.monotonic)
+        self._backends: dict[str, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._viewers: list[socket.socket] = []
         self._clients: dict[socket.socket, bytes] = {}
@@ -97,13 +99,30 @@ class FakeProcess:
             connection.close()
             return False
         self._vm.disks[disk.id] = True
+        self._backends[disk.id] = connection
         self._selector.register(connection, selectors.EVENT_READ, self._backend_spoke(disk.id))
         return True
+
+    def _plug(self, disk: DiskConfig) -> None:
+        if disk.id in self._vm.disks:
+            return
+        if not self._connect(disk):
+            raise Unavailable(f"nothing answers on {disk.path}", field="disk.path")
+        self._vhost[disk.id] = disk
+
+    def _let_go(self) -> None:
+        """Hang up on the back ends of disks that the guest has let go of."""
+        for disk_id in self._vhost.keys() - self._vm.disks.keys():
+            del self._vhost[disk_id]
+            connection = self._backends.pop(disk_id, None)
+            if connection is not None:
+                self._drop(connection)
 
     def _backend_spoke(self, disk_id: str) -> Callable[[socket.socket], None]:
         def handle(connection: socket.socket) -> None:
             if not _receive(connection):
                 self._drop(connection)
+                del self._backends[disk_id]
                 self._vm.disks[disk_id] = False
 
         return handle
@@ -181,16 +200,21 @@ class FakeProcess:
                 self._vm.guest(request.action)
             case "plant" if request.fault is not None:
                 self._vm.plant(request.fault)
+            case "add_disk" if request.disk is not None:
+                self._plug(request.disk)
+            case "remove_disk":
+                self._vm.remove_disk(request.disk_id)
+            case "ask_agent":
+                self._vm.ask_agent()
             case name if name in MUTATIONS:
                 MUTATIONS[name](self._vm)
             case "observe":
                 pass
             case _:
                 raise InvalidArgument(f"{request.command!r} is no command", field="command")
-        state = self._vm.state
-        return Reply(
-            state=state, reason=self._vm.reason, disks=self._vm.disks, resets=self._vm.resets
-        )
+        reply = reply_of(self._vm)
+        self._let_go()
+        return reply
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)

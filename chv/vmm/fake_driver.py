@@ -28,14 +28,25 @@ from chv.common.errors import (
 )
 from chv.common.layout import check_socket_path
 from chv.vmm import fake_spec
-from chv.vmm.driver import DriverProbe, Launch, ProbeGuest, VmmConfig, VmmObservation
+from chv.vmm.driver import (
+    DiskConfig,
+    DriverProbe,
+    Launch,
+    PluggedDisk,
+    ProbeGuest,
+    VmmConfig,
+    VmmObservation,
+)
 from chv.vmm.fake_spec import Reply, Request
 from chv.vmm.fake_state import Behaviour, Fault
 
 CALL_S_MAX = 5.0
 DISKS_S_MAX = 30.0
 DISKS_POLL_S = 0.02
+REMOVE_S_MAX = 8.0
 OBSERVE = Request(command="observe")
+AGENT = Request(command="ask_agent")
+READS = (OBSERVE, AGENT)
 
 
 class Lost(OutcomeUnknown):
@@ -122,6 +133,40 @@ class FakeDriverBase(ABC):
             raise NotFound(f"the fake has no {sorted(unknown)}", field="disk_ids")
         return all(known[disk_id] for disk_id in disk_ids)
 
+    async def disks(self, runtime_dir: Path) -> tuple[PluggedDisk, ...]:
+        """Return the disks that are plugged, but for files, which stay."""
+        known = (await self._do(runtime_dir, OBSERVE)).disks
+        return tuple(PluggedDisk(id=disk_id, connected=up) for disk_id, up in known.items())
+
+    async def add_disk(self, runtime_dir: Path, disk: DiskConfig) -> None:
+        """Plug a disk."""
+        await self._do(runtime_dir, Request(command="add_disk", disk=disk))
+
+    async def remove_disk(self, runtime_dir: Path, disk_id: str) -> None:
+        """Unplug a disk and wait until the guest has let go of it."""
+        await self._do(runtime_dir, Request(command="remove_disk", disk_id=disk_id))
+        with anyio.move_on_after(REMOVE_S_MAX):
+            while disk_id in (await self._do(runtime_dir, OBSERVE)).disks:  # noqa: ASYNC110
+                await anyio.sleep(DISKS_POLL_S)
+            return
+        raise DeadlineExceeded(f"the guest clings to disk {disk_id}", field="disk_id")
+
+    async def ping_guest(self, runtime_dir: Path) -> None:
+        """Ask the guest agent whether it is there."""
+        await self._do(runtime_dir, AGENT)
+
+    async def freeze_guest(self, runtime_dir: Path) -> None:
+        """Let the guest agent freeze."""
+        await self._do(runtime_dir, Request(command="freeze"))
+
+    async def thaw_guest(self, runtime_dir: Path) -> None:
+        """Let the guest agent thaw."""
+        await self._do(runtime_dir, Request(command="thaw"))
+
+    async def guest_frozen(self, runtime_dir: Path) -> bool:
+        """Ask the guest agent."""
+        return (await self._do(runtime_dir, AGENT)).frozen
+
     def serial_socket(self, runtime_dir: Path) -> Path:
         """Return the socket of the serial console."""
         return runtime_dir / fake_spec.SERIAL_SOCKET
@@ -188,12 +233,12 @@ def _code_is_readable_by_all() -> bool:
 
 def lost_error(request: Request) -> type[ChvError]:
     """Return what a lost answer means: nothing for a read, doubt for a change."""
-    return Unavailable if request == OBSERVE else Lost
+    return Unavailable if request in READS else Lost
 
 
 def late_error(request: Request) -> type[ChvError]:
     """Return what a late answer means."""
-    return DeadlineExceeded if request == OBSERVE else OutcomeUnknown
+    return DeadlineExceeded if request in READS else OutcomeUnknown
 
 
 async def _line(stream: SocketStream) -> bytes:

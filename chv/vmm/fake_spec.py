@@ -13,7 +13,7 @@ import msgspec
 
 from chv.common.errors import ErrorData, InvalidArgument
 from chv.vmm.driver import DiskConfig, Launch, VmmConfig, VmmState
-from chv.vmm.fake_state import Behaviour, Fault
+from chv.vmm.fake_state import Behaviour, FakeVm, Fault
 
 CONTROL_SOCKET = "control.sock"
 SERIAL_SOCKET = "serial.sock"
@@ -31,6 +31,11 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...] = ()
     nic_fds: dict[str, int] = {}
 
+    @property
+    def served(self) -> dict[str, DiskConfig]:
+        """The disks that a storage daemon serves, by id."""
+        return {disk.id: disk for disk in self.disks if disk.kind == "vhost-user-blk"}
+
 
 class FakeArguments(msgspec.Struct, frozen=True, kw_only=True):
     """The parsed command line."""
@@ -41,10 +46,16 @@ class FakeArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line to the fake. `action` goes with `guest`, `fault` with `plant`."""
+    """A line to the fake.
+
+    `action` goes with `guest`, `fault` with `plant`, `disk` with `add_disk`, `disk_id` with
+    `remove_disk`.
+    """
 
     command: str
     action: str = ""
+    disk: DiskConfig | None = None
+    disk_id: str = ""
     fault: Fault | None = None
 
 
@@ -55,7 +66,20 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     disks: dict[str, bool] = {}
     resets: int = 0
+    frozen: bool = False
     error: ErrorData | None = None
+
+
+def reply_of(vm: FakeVm) -> Reply:
+    """Return what there is to say of a VM after a command."""
+    state = vm.state
+    return Reply(
+        state=state,
+        reason=vm.reason,
+        disks=dict(vm.disks),
+        resets=vm.resets,
+        frozen=vm.frozen,
+    )
 
 
 def fake_launch(config: VmmConfig, behaviour: Behaviour) -> Launch:

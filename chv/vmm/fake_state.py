@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from chv.common.errors import FailedPrecondition, InvalidArgument
+from chv.common.errors import FailedPrecondition, InvalidArgument, Unavailable
 from chv.vmm.driver import VmmState
 
 READY_LINE = "chv-guest: ready"
@@ -45,6 +45,7 @@ class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boot_s: Seconds = 0.0
     button_s: Seconds = 0.0
     ignore_button: bool = False
+    guest_agent: bool = True
     faults: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=FAULTS_MAX)] = ()
 
 
@@ -58,6 +59,9 @@ class FakeVm:
         self.disks = dict.fromkeys(disks, True)  # id: connected
         self.reason = ""
         self.resets = 0
+        self.frozen = False  # by the guest agent
+        self._leaving: set[str] = set()  # disks that the guest was asked to let go of
+        self._clings = False
         self.output: list[str] = []
         self._clock = clock
         self._state = VmmState.CREATED
@@ -115,6 +119,8 @@ class FakeVm:
         self.resets += 1
         self.reason = ""
         self._due.clear()
+        self._eject()  # no guest is left that could cling to a disk
+        self.frozen = self._clings = False
         self._ignores_button = self.behaviour.ignore_button
         self._state = VmmState.CREATED
         if running:
@@ -129,11 +135,47 @@ class FakeVm:
             self._due.append((self._clock() + self.behaviour.button_s, "off"))
             self.advance()
 
+    # --- disks and guest agent
+    def remove_disk(self, disk_id: str) -> None:
+        """Ask the guest to let go of a disk; it does so at once unless it clings to it."""
+        if disk_id not in self.disks:
+            return
+        if self.state is not VmmState.RUNNING:
+            self._require("remove disk", VmmState.RUNNING)
+        self._leaving.add(disk_id)
+        if not self._clings:
+            self._eject()
+
+    def _eject(self) -> None:
+        for disk_id in self._leaving:
+            self.disks.pop(disk_id, None)
+        self._leaving.clear()
+
+    def freeze(self) -> None:
+        """Freeze the guest's file systems."""
+        self.ask_agent()
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Thaw them."""
+        self.ask_agent()
+        self.frozen = False
+
+    def ask_agent(self) -> None:
+        """Refuse where no guest agent answers."""
+        if self.state is not VmmState.RUNNING or not self.behaviour.guest_agent:
+            raise Unavailable("no guest agent answers")
+
     # --- what the guest does on its own, for tests
     def guest(self, action: str) -> None:
-        """Let the guest power_off, panic, reboot, ignore_button or heed_button."""
+        """Let the guest power_off, panic, reboot, ignore_button or heed_button, cling or let_go."""
         if action in ("ignore_button", "heed_button"):
             self._ignores_button = action == "ignore_button"
+            return
+        if action in ("cling", "let_go"):
+            self._clings = action == "cling"
+            if not self._clings:
+                self._eject()
             return
         if self._state is not VmmState.RUNNING:
             raise FailedPrecondition(f"the guest does not run: the VM is {self._state}")
@@ -188,4 +230,6 @@ MUTATIONS: dict[str, Callable[[FakeVm], None]] = {
     "pause": FakeVm.pause,
     "reset": FakeVm.reset,
     "power_button": FakeVm.power_button,
+    "freeze": FakeVm.freeze,
+    "thaw": FakeVm.thaw,
 }

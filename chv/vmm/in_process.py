@@ -17,7 +17,7 @@ import anyio.lowlevel
 from chv.common.errors import ERRORS_BY_CODE, ChvError, Conflict, Internal, NotFound, Unavailable
 from chv.vmm import fake_spec
 from chv.vmm.fake_driver import CALL_S_MAX, FakeDriverBase, late_error, lost_error
-from chv.vmm.fake_spec import FakeArguments, Reply, Request
+from chv.vmm.fake_spec import FakeArguments, Reply, Request, reply_of
 from chv.vmm.fake_state import MUTATIONS, Behaviour, FakeVm, Fault
 
 PID_FIRST = 1_000_000_001  # beyond the kernel's largest pid: never a real process
@@ -30,7 +30,7 @@ class InProcessVmm:
         self.pid = pid
         self.worker_id = arguments.worker_id
         self.runtime_dir = Path(arguments.runtime_dir)
-        self.vm = FakeVm(behaviour, [disk.id for disk in arguments.parts.disks], anyio.current_time)
+        self.vm = FakeVm(behaviour, arguments.parts.served, anyio.current_time)
         self.gone = anyio.Event()
         self._thawed: anyio.Event | None = None
 
@@ -157,8 +157,14 @@ class InProcessVmms(FakeDriverBase):
             vm.guest(request.action)
         elif request.command == "plant" and request.fault is not None:
             vm.plant(request.fault)
+        elif request.command == "add_disk" and request.disk is not None:
+            vm.disks.setdefault(request.disk.id, True)
+        elif request.command == "remove_disk":
+            vm.remove_disk(request.disk_id)
+        elif request.command == "ask_agent":
+            vm.ask_agent()
         elif request.command in MUTATIONS:
             MUTATIONS[request.command](vm)
-        state = vm.state
+        reply = reply_of(vm)
         vm.output.clear()  # nobody reads this console
-        return Reply(state=state, reason=vm.reason, disks=dict(vm.disks), resets=vm.resets)
+        return reply

@@ -19,13 +19,24 @@ from chv.vmm.driver import DiskConfig, Launch, NicConfig, VmmConfig
 
 MONITOR_SOCKET = "qmp.sock"
 SERIAL_SOCKET = "serial.sock"
+AGENT_SOCKET = "agent.sock"
+AGENT_PORT = "org.qemu.guest_agent.0"  # the name by which the agent in the guest finds it
 NIC_FD_FIRST = 10  # leaves 3..9 to whoever starts the process
 TCG_CACHE_MIB = 64  # the default grows to 1 GiB for each VM
 CPUS_MAX = 255  # more need an interrupt remapping unit in the guest
-DEVICES_MAX = 24  # of the 32 slots of pcie.0, the chipset and our own devices need the rest
+DEVICES_MAX = 20  # of the 32 slots of pcie.0, the chipset and our own devices need the rest
+# Each vhost-user disk has a root port of its own, so that it can be unplugged.
+PORTS_SPARE = 8
+PORTS_MAX = 24
+PORTS_PER_SLOT = 8
+PORT_SLOT_FIRST = 0x18
 CMDLINE_BYTES_MAX = 2047  # COMMAND_LINE_SIZE of x86 Linux, less its terminator
 MIB = 1 << 20
 RECONNECT_MS_SINCE = (9, 2)  # before, reconnection is counted in whole seconds
+VHOST = "vhost-user-blk"
+VHOST_DEVICE = "vhost-user-blk-pci"
+DISK_PREFIX = "disk-"
+PORT_PREFIX = "port-"
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
@@ -59,8 +70,11 @@ def qemu_launch(
         *_payload(config),
         *_own_devices(config.runtime_dir),
     ]
+    argv += _ports(_vhost_count(config.disks))
+    taken = 0
     for index, disk in enumerate(config.disks):
-        argv += _disk(disk, version, f"disks[{index}]")
+        argv += _disk(disk, version, f"disks[{index}]", port(taken))
+        taken += disk.kind == VHOST
     for index, nic in enumerate(config.nics):
         argv += _nic(nic, NIC_FD_FIRST + index)
     argv += ["-sandbox", _SANDBOX]
@@ -73,9 +87,46 @@ def disk_chardev(disk_id: str) -> str:
     return f"vhost-{disk_id}"
 
 
+def disk_device(disk_id: str) -> str:
+    """Return the id of a disk's device."""
+    return f"{DISK_PREFIX}{disk_id}"
+
+
+def port(number: int) -> str:
+    """Return the id of a root port, which is also the name of the bus behind it."""
+    return f"{PORT_PREFIX}{number}"
+
+
+def disk_connection(disk: DiskConfig, version: tuple[int, int]) -> dict[str, object]:
+    """Return the arguments of `chardev-add` for a disk that is plugged later."""
+    _match(_ID, disk.id, "disk.id")
+    if disk.kind != VHOST:
+        raise InvalidArgument(f"{disk.kind!r} cannot be plugged later", field="disk.kind")
+    path = str(check_socket_path(Path(_path(disk.path, "disk.path"))))
+    again, every = _reconnect(version)
+    data = {"addr": {"type": "unix", "data": {"path": path}}, "server": False, again: every}
+    return {"id": disk_chardev(disk.id), "backend": {"type": "socket", "data": data}}
+
+
+def disk_arguments(disk: DiskConfig, port_id: str) -> dict[str, object]:
+    """Return the arguments of `device_add` for a disk that is plugged later."""
+    return {
+        "driver": VHOST_DEVICE,
+        "id": disk_device(disk.id),
+        "chardev": disk_chardev(disk.id),
+        "num-queues": 1,
+        "bus": port_id,
+    }
+
+
 def monitor_socket(runtime_dir: Path) -> Path:
     """Return where QEMU serves QMP."""
     return runtime_dir / MONITOR_SOCKET
+
+
+def agent_socket(runtime_dir: Path) -> Path:
+    """Return where QEMU serves the line to the guest agent."""
+    return runtime_dir / AGENT_SOCKET
 
 
 def _check(config: VmmConfig) -> None:
@@ -88,8 +139,11 @@ def _check(config: VmmConfig) -> None:
         raise InvalidArgument(f"{config.memory_bytes} is not a size", field="memory_bytes")
     if config.accelerator not in ("kvm", "tcg"):
         raise InvalidArgument(f"{config.accelerator!r} is not kvm or tcg", field="accelerator")
-    if len(config.disks) + len(config.nics) > DEVICES_MAX:
-        raise Unsupported(f"more than {DEVICES_MAX} disks and NICs together", field="disks")
+    served = _vhost_count(config.disks)
+    if served > PORTS_MAX:
+        raise Unsupported(f"more than {PORTS_MAX} disks of volumes", field="disks")
+    if len(config.disks) - served + len(config.nics) > DEVICES_MAX:
+        raise Unsupported(f"more than {DEVICES_MAX} file disks and NICs", field="disks")
     _distinct([disk.id for disk in config.disks], "disks")
     _distinct([nic.id for nic in config.nics], "nics")
 
@@ -154,6 +208,11 @@ def _own_devices(runtime_dir: str) -> list[str]:
         "rng-builtin,id=rng",
         "-device",
         "virtio-rng-pci,rng=rng",
+        *_server("agent", agent_socket(base)),
+        "-device",
+        "virtio-serial-pci,id=lines,max_ports=2",
+        "-device",
+        f"virtserialport,bus=lines.0,chardev=agent,name={AGENT_PORT}",
         "-device",
         "pvpanic",
     ]
@@ -164,12 +223,34 @@ def _server(identifier: str, path: Path) -> list[str]:
     return ["-chardev", f"socket,id={identifier},path={where},server=on,wait=off"]
 
 
-def _disk(disk: DiskConfig, version: tuple[int, int], field: str) -> list[str]:
+def _vhost_count(disks: Sequence[DiskConfig]) -> int:
+    return sum(disk.kind == VHOST for disk in disks)
+
+
+def _ports(taken: int) -> list[str]:
+    """Root ports, eight to a slot. They have no I/O ports to give: those of x86 would run out."""
+    argv = []
+    for number in range(min(PORTS_MAX, taken + PORTS_SPARE)):
+        slot, function = divmod(number, PORTS_PER_SLOT)
+        multi = ",multifunction=on" if function == 0 else ""
+        argv += [
+            "-device",
+            f"pcie-root-port,id={port(number)},bus=pcie.0,chassis={number + 1},"
+            f"addr={PORT_SLOT_FIRST + slot:#x}.{function}{multi},io-reserve=0",
+        ]
+    return argv
+
+
+def _reconnect(version: tuple[int, int]) -> tuple[str, int]:
+    return ("reconnect-ms", 100) if version >= RECONNECT_MS_SINCE else ("reconnect", 1)
+
+
+def _disk(disk: DiskConfig, version: tuple[int, int], field: str, port_id: str) -> list[str]:
     _match(_ID, disk.id, f"{field}.id")
     path = _path(disk.path, f"{field}.path")
     boot = f",bootindex={disk.boot_index}" if disk.boot_index > 0 else ""
-    if disk.kind == "vhost-user-blk":
-        return _vhost_disk(disk.id, path, version, boot)
+    if disk.kind == VHOST:
+        return _vhost_disk(disk.id, path, version, f",bus={port_id}{boot}")
     if disk.kind != "file":
         raise InvalidArgument(f"{disk.kind!r} is not vhost-user-blk or file", field=f"{field}.kind")
     if not disk.read_only:
@@ -192,15 +273,15 @@ def _disk(disk: DiskConfig, version: tuple[int, int], field: str) -> list[str]:
     ]
 
 
-def _vhost_disk(disk_id: str, path: str, version: tuple[int, int], boot: str) -> list[str]:
+def _vhost_disk(disk_id: str, path: str, version: tuple[int, int], place: str) -> list[str]:
     chardev = disk_chardev(disk_id)
-    again = "reconnect-ms=100" if version >= RECONNECT_MS_SINCE else "reconnect=1"
+    again, every = _reconnect(version)
     where = _option(str(check_socket_path(Path(path))))
     return [
         "-chardev",
-        f"socket,id={chardev},path={where},{again}",
+        f"socket,id={chardev},path={where},{again}={every}",
         "-device",
-        f"vhost-user-blk-pci,id=disk-{disk_id},chardev={chardev},num-queues=1{boot}",
+        f"{VHOST_DEVICE},id={disk_device(disk_id)},chardev={chardev},num-queues=1{place}",
     ]
 
 

@@ -22,8 +22,9 @@ from chv.common.errors import (
     Unavailable,
 )
 from chv.vmm import fake_driver, in_process
-from chv.vmm.driver import VmmState
-from chv.vmm.qemu import qmp
+from chv.vmm.driver import DiskConfig, VmmState
+from chv.vmm.fake_state import Behaviour
+from chv.vmm.qemu import guest_agent, hotplug, qmp
 from tests.helpers import wait_until
 from tests.vmm_rigs import TUNGETIFF, ProcessRig, Rig, open_rig, open_tap
 
@@ -301,6 +302,136 @@ async def test_a_guest_boots_again_from_a_storage_daemon_that_came_back(rig: Rig
 async def test_waiting_for_a_disk_that_the_vm_does_not_have_is_an_error(running: Rig) -> None:
     with pytest.raises(NotFound, match="ghost"):
         await running.driver.await_disks(running.runtime_dir, ("ghost",))
+
+
+async def plugged(rig: Rig) -> dict[str, bool]:
+    return {disk.id: disk.connected for disk in await rig.driver.disks(rig.runtime_dir)}
+
+
+async def test_a_disk_is_plugged_under_a_running_guest_and_unplugged_again(running: Rig) -> None:
+    spare = await running.spare_disk()
+    assert await plugged(running) == {}
+    for _ in range(2):
+        await running.driver.add_disk(running.runtime_dir, spare)
+        assert await plugged(running) == {"spare": True}
+    await running.driver.await_disks(running.runtime_dir, ("spare",))
+    for _ in range(2):
+        await running.driver.remove_disk(running.runtime_dir, "spare")
+        assert await plugged(running) == {}
+    await running.driver.add_disk(running.runtime_dir, spare)
+    assert await plugged(running) == {"spare": True}
+
+
+async def test_a_disk_that_was_there_from_the_start_is_unplugged_like_any_other(rig: Rig) -> None:
+    await rig.launch(disk=True)
+    assert set(await plugged(rig)) == {"root"}
+    with pytest.raises(FailedPrecondition, match="created"):
+        await rig.driver.remove_disk(rig.runtime_dir, "root")
+    await rig.driver.boot(rig.runtime_dir)
+    await rig.ready()
+    await rig.driver.remove_disk(rig.runtime_dir, "root")
+    assert await plugged(rig) == {}
+    spare = await rig.spare_disk()
+    await rig.driver.add_disk(rig.runtime_dir, spare)
+    assert set(await plugged(rig)) == {"spare"}
+
+
+async def test_a_guest_that_clings_to_a_disk_is_waited_for_in_bounded_time(
+    running: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (hotplug, fake_driver):
+        monkeypatch.setattr(module, "REMOVE_S_MAX", 0.5)
+    await running.driver.add_disk(running.runtime_dir, await running.spare_disk())
+    await running.guest("cling")
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="spare"):
+            await running.driver.remove_disk(running.runtime_dir, "spare")
+        assert set(await plugged(running)) == {"spare"}
+    await running.guest("let_go")
+
+    async def gone() -> bool:
+        return await plugged(running) == {}
+
+    await wait_until(gone, timeout_s=10, what="the guest to let go")
+    await running.driver.remove_disk(running.runtime_dir, "spare")
+
+
+async def test_no_disk_is_unplugged_from_a_guest_whose_vcpus_stand(running: Rig) -> None:
+    await running.driver.add_disk(running.runtime_dir, await running.spare_disk())
+    await running.driver.pause(running.runtime_dir)
+    with pytest.raises(FailedPrecondition, match="paused"):
+        await running.driver.remove_disk(running.runtime_dir, "spare")
+    assert await plugged(running) == {"spare": True}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["fake_process", "qemu"])
+async def test_a_disk_that_nobody_serves_is_not_plugged_and_harms_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotplug, "CONNECT_S_MAX", 0.3)
+    async with open_rig(kind) as made:
+        await made.launch()
+        await made.driver.boot(made.runtime_dir)
+        await made.ready()
+        ghost = DiskConfig(id="ghost", kind="vhost-user-blk", path="/run/no-such.sock")
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="no-such"):
+                await made.driver.add_disk(made.runtime_dir, ghost)
+            assert await plugged(made) == {}
+        await made.driver.add_disk(made.runtime_dir, await made.spare_disk())
+        assert await plugged(made) == {"spare": True}
+
+
+async def test_a_reset_finishes_what_the_guest_did_not_let_go_of(
+    running: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (hotplug, fake_driver):
+        monkeypatch.setattr(module, "REMOVE_S_MAX", 0.3)
+    await running.driver.add_disk(running.runtime_dir, await running.spare_disk())
+    await running.guest("cling")
+    with pytest.raises(DeadlineExceeded):
+        await running.driver.remove_disk(running.runtime_dir, "spare")
+    await running.driver.reset(running.runtime_dir)
+    assert await plugged(running) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_guest_without_an_agent_is_neither_frozen_nor_waited_for_long(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest_agent, "SYNC_S_MAX", 0.3)
+    async with open_rig(kind) as made:
+        if isinstance(made.driver, fake_driver.FakeDriverBase):
+            made.driver.behaviour = Behaviour(guest_agent=False)
+        await made.launch()
+        await made.driver.boot(made.runtime_dir)
+        await made.ready()
+        for act in (
+            made.driver.ping_guest,
+            made.driver.freeze_guest,
+            made.driver.thaw_guest,
+            made.driver.guest_frozen,
+        ):
+            with anyio.fail_after(2), pytest.raises(Unavailable, match="agent"):
+                await act(made.runtime_dir)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+async def test_a_guest_is_frozen_and_thawed_and_both_may_be_repeated(kind: str) -> None:
+    async with open_rig(kind) as made:
+        await made.launch()
+        await made.driver.boot(made.runtime_dir)
+        await made.ready()
+        await made.driver.ping_guest(made.runtime_dir)
+        for act, state_then in (
+            (made.driver.freeze_guest, True),
+            (made.driver.freeze_guest, True),
+            (made.driver.thaw_guest, False),
+            (made.driver.thaw_guest, False),
+        ):
+            await act(made.runtime_dir)
+            assert await made.driver.guest_frozen(made.runtime_dir) is state_then
 
 
 @pytest.mark.root

@@ -1,7 +1,8 @@
 """The QEMU driver: the VmmDriver port on top of QMP.
 
 Holds one Monitor per VM and no other state: every method asks QEMU first and reads back what it
-changed. Knows nothing of processes, except that `probe` tries QEMU out.
+changed. Knows nothing of processes, except that `probe` tries QEMU out. What a disk takes is in
+`hotplug`, what the guest agent says in `guest_agent`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
-from typing import Any
 
 import anyio
 
-from chv.common.errors import DeadlineExceeded, FailedPrecondition, NotFound, OutcomeUnknown
+from chv.common.errors import DeadlineExceeded, FailedPrecondition, OutcomeUnknown
 from chv.vmm import spec
-from chv.vmm.driver import DriverProbe, Launch, ProbeGuest, VmmConfig, VmmObservation, VmmState
-from chv.vmm.qemu import probe
+from chv.vmm.driver import (
+    DiskConfig,
+    DriverProbe,
+    Launch,
+    PluggedDisk,
+    ProbeGuest,
+    VmmConfig,
+    VmmObservation,
+    VmmState,
+)
+from chv.vmm.qemu import guest_agent, hotplug, probe
 from chv.vmm.qemu.qmp import Monitor, MonitorLost
 
 DISKS_S_MAX = 30.0
@@ -123,19 +132,44 @@ class QemuDriver:
         await self.close(runtime_dir)
 
     async def await_disks(self, runtime_dir: Path, disk_ids: tuple[str, ...]) -> None:
-        """Wait until QEMU is connected to the disks and the vhost handshake is over.
-
-        QEMU makes the handshake in the loop that answers QMP: an answer that shows the connection
-        up comes after it, and a handshake that failed shows as disconnected.
-        """
+        """Wait until QEMU is connected to the disks and the vhost handshake is over."""
         monitor = self._monitor(runtime_dir)
-        wanted = {spec.disk_chardev(disk_id) for disk_id in disk_ids}
-        missing = wanted
         with anyio.move_on_after(DISKS_S_MAX):
-            while missing := wanted - await _connected_chardevs(monitor, wanted):  # noqa: ASYNC110
+            while not await hotplug.connected(monitor, disk_ids):  # noqa: ASYNC110
                 await anyio.sleep(DISKS_POLL_S)
             return
-        raise DeadlineExceeded(f"{sorted(missing)} not connected within {DISKS_S_MAX:g} s")
+        raise DeadlineExceeded(f"{disk_ids} not all connected within {DISKS_S_MAX:g} s")
+
+    async def disks(self, runtime_dir: Path) -> tuple[PluggedDisk, ...]:
+        """Ask QEMU which vhost-user disks it has."""
+        return await hotplug.disks(self._monitor(runtime_dir))
+
+    async def add_disk(self, runtime_dir: Path, disk: DiskConfig) -> None:
+        """Plug a disk."""
+        await hotplug.add(self._monitor(runtime_dir), disk, self._version)
+
+    async def remove_disk(self, runtime_dir: Path, disk_id: str) -> None:
+        """Unplug a disk, with the guest's help."""
+        monitor = self._monitor(runtime_dir)
+        if disk_id in {disk.id for disk in await hotplug.disks(monitor)}:
+            _require("remove disk", await _state(monitor), VmmState.RUNNING)
+        await hotplug.remove(monitor, disk_id)
+
+    async def ping_guest(self, runtime_dir: Path) -> None:
+        """Ask the guest agent whether it is there."""
+        await guest_agent.ping(spec.agent_socket(runtime_dir))
+
+    async def freeze_guest(self, runtime_dir: Path) -> None:
+        """Let the guest agent freeze the file systems."""
+        await guest_agent.freeze(spec.agent_socket(runtime_dir))
+
+    async def thaw_guest(self, runtime_dir: Path) -> None:
+        """Let the guest agent thaw them."""
+        await guest_agent.thaw(spec.agent_socket(runtime_dir))
+
+    async def guest_frozen(self, runtime_dir: Path) -> bool:
+        """Ask the guest agent for the state of the file systems."""
+        return await guest_agent.frozen(spec.agent_socket(runtime_dir))
 
     def serial_socket(self, runtime_dir: Path) -> Path:
         """Return the socket of the serial console."""
@@ -166,11 +200,3 @@ async def _state(monitor: Monitor) -> VmmState:
 def _require(verb: str, state: VmmState, *allowed: VmmState) -> None:
     if state not in allowed:
         raise FailedPrecondition(f"{verb}: the VM is {state}, not {' or '.join(allowed)}")
-
-
-async def _connected_chardevs(monitor: Monitor, wanted: set[str]) -> set[str]:
-    answer: list[dict[str, Any]] = await monitor.ask("query-chardev")
-    known = {str(entry["label"]): str(entry["filename"]) for entry in answer}
-    if unknown := wanted - known.keys():
-        raise NotFound(f"QEMU has no {sorted(unknown)}", field="disk_ids")
-    return {label for label in wanted if not known[label].startswith("disconnected:")}

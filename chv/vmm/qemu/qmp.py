@@ -67,9 +67,9 @@ class Monitor:
         self._seen: Counter[str] = Counter()
         self._arrived = anyio.Event()
 
-    async def ask(self, command: str) -> Any:
+    async def ask(self, command: str, arguments: Mapping[str, object] | None = None) -> Any:
         """Run a command that changes nothing and return its answer."""
-        return await self._call(command, None, Unavailable, DeadlineExceeded)
+        return await self._call(command, arguments, Unavailable, DeadlineExceeded)
 
     async def tell(self, command: str, arguments: Mapping[str, object] | None = None) -> None:
         """Run a command that changes something."""

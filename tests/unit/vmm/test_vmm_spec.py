@@ -8,7 +8,14 @@ import pytest
 from chv.common.errors import InvalidArgument, Unsupported
 from chv.common.process import procfs
 from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig
-from chv.vmm.spec import DEVICES_MAX, qemu_launch
+from chv.vmm.spec import (
+    DEVICES_MAX,
+    PORTS_MAX,
+    PORTS_SPARE,
+    disk_arguments,
+    disk_connection,
+    qemu_launch,
+)
 
 UUID = "3f2504e0-4f89-41d3-9a0c-0305e82c3301"
 WORKER_ID = "chv:abc123:vmm:3f2504e04f:0000beef"
@@ -52,9 +59,21 @@ GOLDEN = """
 -serial chardev:serial0
 -object rng-builtin,id=rng
 -device virtio-rng-pci,rng=rng
+-chardev socket,id=agent,path=/run/chv/abc123/vm/3f2504e04f/vmm/agent.sock,server=on,wait=off
+-device virtio-serial-pci,id=lines,max_ports=2
+-device virtserialport,bus=lines.0,chardev=agent,name=org.qemu.guest_agent.0
 -device pvpanic
+-device pcie-root-port,id=port-0,bus=pcie.0,chassis=1,addr=0x18.0,multifunction=on,io-reserve=0
+-device pcie-root-port,id=port-1,bus=pcie.0,chassis=2,addr=0x18.1,io-reserve=0
+-device pcie-root-port,id=port-2,bus=pcie.0,chassis=3,addr=0x18.2,io-reserve=0
+-device pcie-root-port,id=port-3,bus=pcie.0,chassis=4,addr=0x18.3,io-reserve=0
+-device pcie-root-port,id=port-4,bus=pcie.0,chassis=5,addr=0x18.4,io-reserve=0
+-device pcie-root-port,id=port-5,bus=pcie.0,chassis=6,addr=0x18.5,io-reserve=0
+-device pcie-root-port,id=port-6,bus=pcie.0,chassis=7,addr=0x18.6,io-reserve=0
+-device pcie-root-port,id=port-7,bus=pcie.0,chassis=8,addr=0x18.7,io-reserve=0
+-device pcie-root-port,id=port-8,bus=pcie.0,chassis=9,addr=0x19.0,multifunction=on,io-reserve=0
 -chardev socket,id=vhost-root,path=/run/root.sock,reconnect=1
--device vhost-user-blk-pci,id=disk-root,chardev=vhost-root,num-queues=1,bootindex=1
+-device vhost-user-blk-pci,id=disk-root,chardev=vhost-root,num-queues=1,bus=port-0,bootindex=1
 -blockdev {"driver":"raw","node-name":"file-seed","read-only":true,@
 "file":{"driver":"file","filename":"/var/seed,1.iso"}}
 -device virtio-blk-pci,id=disk-seed,drive=file-seed
@@ -172,6 +191,47 @@ def test_what_cannot_be_right_is_refused_by_field(changes: dict[str, object], fi
 
 
 def test_more_devices_than_the_bus_has_slots_for_are_unsupported() -> None:
-    disks = tuple(msgspec.structs.replace(ROOT, id=f"d{n}") for n in range(DEVICES_MAX + 1))
+    nics = tuple(msgspec.structs.replace(NIC, id=f"n{n}") for n in range(DEVICES_MAX + 1))
     with pytest.raises(Unsupported, match=str(DEVICES_MAX)):
+        launch(nics=nics)
+
+
+def test_more_disks_than_there_are_ports_are_unsupported() -> None:
+    disks = tuple(msgspec.structs.replace(ROOT, id=f"d{n}") for n in range(PORTS_MAX + 1))
+    with pytest.raises(Unsupported, match=str(PORTS_MAX)):
         launch(disks=disks)
+
+
+def test_each_disk_has_a_port_of_its_own_and_as_many_as_promised_are_spare() -> None:
+    disks = tuple(msgspec.structs.replace(ROOT, id=f"d{n}") for n in range(16))
+    argv = launch(disks=(SEED, *disks))
+    made = [word.split(",")[1].removeprefix("id=") for word in argv if "pcie-root-port" in word]
+    taken = [
+        part.removeprefix("bus=")
+        for word in argv
+        if word.startswith("vhost-user-blk-pci")
+        for part in word.split(",")
+        if part.startswith("bus=")
+    ]
+    assert len(taken) == len(set(taken)) == 16
+    assert len(set(made) - set(taken)) == PORTS_SPARE
+
+
+def test_a_disk_that_is_plugged_later_is_described_as_one_from_the_start() -> None:
+    assert disk_connection(ROOT, (7, 2))["backend"] == {
+        "type": "socket",
+        "data": {
+            "addr": {"type": "unix", "data": {"path": "/run/root.sock"}},
+            "server": False,
+            "reconnect": 1,
+        },
+    }
+    made = disk_arguments(ROOT, "port-3")
+    words = ",".join([str(made.pop("driver")), *(f"{key}={made[key]}" for key in made)])
+    assert words.replace("port-3", "port-0") in " ".join(launch(disks=(ROOT,)))
+
+
+def test_only_a_served_disk_is_plugged_later() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        disk_connection(SEED, (7, 2))
+    assert caught.value.field == "disk.kind"
