@@ -223,6 +223,7 @@ class Volumes:
             last_error=row.last_error or found.problem,
             state="closed" if closed else found.state,
             cache="direct" if found.direct else "page cache",
+            backend=row.backend,
         )
 
     async def _put(self, row: Volume, **changes: object) -> None:
