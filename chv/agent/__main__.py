@@ -4,6 +4,7 @@ server          the local API; bound first, `recovering` until the store is read
 daemons         supervises stord and nwd (daemons.py)
 engine          reconciles every object (engine.py)
 console         keeps the console holder and its lines (console/keeper.py)
+images          receives uploads; removes once an hour what no Image has
 storage events  hands stord's losses to the engine
 probes          tries the VMMs, so that the first start need not wait
 
@@ -43,7 +44,7 @@ from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
-from chv.common.wire.agent import METHODS
+from chv.common.wire.agent import METHODS, CollectImages
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
 from chv.vmm.registry import make_drivers
@@ -51,6 +52,7 @@ from chv.vmm.registry import make_drivers
 log = logs.get("chv.agent")
 RETRY_S = 0.2
 HOST_CHECK_EVERY_S = 30.0
+COLLECT_EVERY_S = 3600.0
 
 
 class NodeGate:
@@ -156,6 +158,20 @@ class Agent:
             except Unavailable:
                 await anyio.sleep(RETRY_S)
 
+    async def collect_images(self) -> None:
+        """Remove what no Image has, an hour after the start and each hour."""
+        assert self.engine is not None
+        while True:
+            await anyio.sleep(COLLECT_EVERY_S)
+            try:
+                request = CollectImages(requester="agent")
+                done = await self.engine.collect_images(request)
+            except (ChvError, OSError) as error:
+                log.warning("images.collect_failed", error=str(error))
+                continue
+            if done.removed:
+                log.info("images.collected", removed=done.removed, freed_bytes=done.freed_bytes)
+
     async def watch_host(self) -> None:
         """Keep the host predicate true to the machine."""
         while True:
@@ -225,6 +241,8 @@ async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> No
     for task in (
         agent.daemons.run,
         agent.console.run,
+        agent.images.run,
+        agent.collect_images,
         agent.watch_storage,
         agent.watch_host,
         agent.probes.ensure,

@@ -17,6 +17,7 @@ from anyio.abc import TaskStatus
 from chv.agent import queries
 from chv.agent.actors import Reconciler, Worker, Workers
 from chv.agent.context import Context
+from chv.agent.image.imports import ImageImports
 from chv.agent.image.reconciler import ImageReconciler
 from chv.agent.ledger import Ledger
 from chv.agent.mutations import Mutations
@@ -50,6 +51,9 @@ class Engine:
         self._workers = Workers(self._worker)
         self._context = Context(world, self._ledger, self._workers.wake)
         self._mutations = Mutations(self._context, self._workers)
+        self._imports = ImageImports(
+            self._context, self._mutations.apply, self._mutations.refuse_when_short
+        )
         self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:
@@ -95,7 +99,25 @@ class Engine:
         self, request: api.ImportImage, on_progress: OnProgress | None = None
     ) -> api.ImportImageReply:
         """Store an artifact and (re)define the Image that has it."""
-        return await self._mutations.import_image(request, on_progress)
+        return await self._imports.import_image(request, on_progress)
+
+    async def fetch_image(
+        self, request: api.FetchImage, on_progress: OnProgress | None = None
+    ) -> api.ImportImageReply:
+        """Download an artifact and (re)define the Image that has it."""
+        return await self._imports.fetch(request, on_progress)
+
+    async def open_upload(self, request: api.OpenUpload) -> tuple[str, int]:
+        """Begin an upload; the descriptor is the caller's."""
+        return await self._imports.open_upload(request)
+
+    async def finish_upload(self, request: api.FinishUpload) -> api.ImportImageReply:
+        """Store an upload as an artifact and (re)define the Image that has it."""
+        return await self._imports.finish_upload(request)
+
+    async def collect_images(self, request: api.CollectImages) -> api.CollectImagesReply:
+        """Remove artifacts that no Image has, and old partial downloads."""
+        return await self._imports.collect(request)
 
     # --- reads: from memory
 

@@ -18,14 +18,12 @@ from chv.agent.admission_rules import check_delete
 from chv.agent.cascade import marked_deleting
 from chv.agent.context import Context
 from chv.agent.network.reconciler import topology
-from chv.agent.ports import ArtifactInfo, OnProgress
 from chv.agent.records import Change, PutObject, PutRequest, RequestRow, StoredObject
 from chv.agent.verbs import acted
 from chv.agent.vm.desired import vm_of
 from chv.common.errors import (
     ChvError,
     Conflict,
-    FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
 )
@@ -34,13 +32,7 @@ from chv.common.wire import nwd
 from chv.common.wire.agent import Operation
 from chv.common.wire.manifest import encode, parse
 from chv.common.wire.resources import (
-    Image,
-    ImageDisk,
-    ImageFile,
-    ImageFormat,
-    ImageSpec,
     Network,
-    ObjectMeta,
     Resource,
     VirtualMachine,
 )
@@ -75,7 +67,7 @@ class Mutations:
                 return msgspec.json.decode(known.reply, type=api.ApplyReply)
             admitted = admit(self._context, resources, request.requester, request.reason)
             if admitted.changes:
-                await self._refuse_when_short()
+                await self.refuse_when_short()
             reply = api.ApplyReply(results=list(admitted.results))
             if request.dry_run:
                 return _dry(reply)
@@ -85,7 +77,7 @@ class Mutations:
         self._start(admitted)
         return reply
 
-    async def _refuse_when_short(self) -> None:
+    async def refuse_when_short(self) -> None:
         """The reserve is for deletions and for the VMs that run."""
         shortage = await self._context.ledger.store.shortage()
         if shortage:
@@ -234,70 +226,6 @@ class Mutations:
         operation = await self._context.ledger.operation(reply.operation.id)
         return api.OperationReply(operation=operation or reply.operation, joined=True)
 
-    # --- images
-
-    async def import_image(
-        self, request: api.ImportImage, on_progress: OnProgress | None
-    ) -> api.ImportImageReply:
-        """Store a file as an artifact, then apply the Image that has it."""
-        self._context.world.gate.check("create")
-        self._refuse_used_image(request)
-        await self._refuse_when_short()
-        info = await self._context.world.images.import_file(
-            request.path, request.sha256, _declared(request), on_progress
-        )
-        image = self._image_with(request, info)
-        apply = api.Apply(
-            objects=[msgspec.Raw(encode(image))],
-            requester=request.requester,
-            reason=f"import of {request.path}"[:256],
-        )
-        refusal: ChvError | None = None
-        try:
-            applied = await self.apply(apply)
-        except ChvError as error:
-            refusal = error
-        if refusal is not None:
-            await self._drop_unclaimed(info.sha256)
-            raise refusal
-        return api.ImportImageReply(
-            sha256=info.sha256,
-            size_bytes=info.size_bytes,
-            operation_id=applied.results[0].operation_id,
-        )
-
-    def _refuse_used_image(self, request: api.ImportImage) -> None:
-        """Say so before a long copy, not after it."""
-        stored = self._context.ledger.tables.find("Image", request.namespace, request.name)
-        if stored is None:
-            return
-        if stored.deleting:
-            raise FailedPrecondition("it is being deleted", resource=stored.title)
-        assert isinstance(stored.resource, Image)
-        current = getattr(stored.resource.spec, request.artifact)
-        if current is None or current.sha256 != request.sha256:
-            check_delete(self._context.ledger.tables, stored)
-
-    def _image_with(self, request: api.ImportImage, info: ArtifactInfo) -> Image:
-        stored = self._context.ledger.tables.find("Image", request.namespace, request.name)
-        spec = ImageSpec()
-        if stored is not None and isinstance(stored.resource, Image):
-            spec = _replace(stored.resource.spec, builtin="")
-        artifact: ImageFile | ImageDisk = ImageFile(path=request.path, sha256=info.sha256)
-        if request.artifact == "disk":
-            artifact = ImageDisk(
-                path=request.path, sha256=info.sha256, format=ImageFormat(info.format)
-            )
-        return Image(
-            metadata=ObjectMeta(name=request.name, namespace=request.namespace),
-            spec=_replace(spec, **{request.artifact: artifact}),
-        )
-
-    async def _drop_unclaimed(self, sha256: str) -> None:
-        images = self._context.ledger.tables.of_kind("Image")
-        if not any(sha256 in encode(image.resource).decode() for image in images):
-            await self._context.world.images.remove(sha256)
-
     # --- idempotency keys
 
     async def _recorded(self, key: str, digest: str) -> RequestRow | None:
@@ -320,19 +248,6 @@ class Mutations:
             return []
         body = msgspec.json.encode(reply)
         return [PutRequest(request=RequestRow(key=key, digest=digest, reply=body))]
-
-
-def _declared(request: api.ImportImage) -> str:
-    """Return the format that the file must have: `format` is for disks alone."""
-    if request.artifact == "disk":
-        return request.format
-    if request.format != ImageFormat.RAW:
-        raise InvalidArgument(
-            f"the artifact {request.artifact!r} is no disk, so it cannot be {request.format!r}",
-            field="format",
-            hint="leave the format out",
-        )
-    return request.artifact
 
 
 def _dry(reply: api.ApplyReply) -> api.ApplyReply:

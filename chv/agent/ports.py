@@ -22,6 +22,7 @@ from chv.common.layout import Layout
 from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.rpc import Method
 from chv.common.wire.resources import VmmChoice
+from chv.images.store import Collected
 from chv.vmm.driver import VmmConfig, VmmObservation
 
 P = TypeVar("P", bound=msgspec.Struct)
@@ -189,12 +190,35 @@ class ImagePort(Protocol):
         """
         ...
 
+    async def fetch(
+        self, url: str, sha256: str, format: str, on_progress: OnProgress | None = None
+    ) -> ArtifactInfo:
+        """Download a file; goes on where an earlier attempt was broken off or cancelled.
+
+        Unavailable: the network or the server, try again. InvalidArgument: it will not do.
+        """
+        ...
+
+    def open_upload(self, size_bytes_max: int) -> tuple[str, int]:
+        """Begin an upload: its id, and the pipe end to write into, which is the caller's."""
+        ...
+
+    async def take_upload(
+        self, upload_id: str, size_bytes: int, sha256: str, format: str
+    ) -> ArtifactInfo:
+        """Store a finished upload; NotFound where it was given up. It is gone afterwards."""
+        ...
+
     async def find(self, sha256: str) -> ArtifactInfo | None:
         """Return what is stored under that sum, if it is whole."""
         ...
 
     async def remove(self, sha256: str) -> None:
         """Remove the artifact. The engine has made sure that nobody refers to it. Idempotent."""
+        ...
+
+    async def collect(self, keep: frozenset[str], *, dry_run: bool) -> Collected:
+        """Remove artifacts outside of `keep` and old partial downloads; return which."""
         ...
 
 

@@ -17,7 +17,9 @@ from chv.agent import log_reader
 from chv.agent.console.recording import FILE_NAME
 from chv.agent.daemons import Daemons
 from chv.agent.engine import Engine
+from chv.agent.image.callers import path_refused, refuse_paths
 from chv.agent.node import Node
+from chv.agent.ports import OnProgress
 from chv.agent.probes import Probes
 from chv.agent.seeds import Seeds
 from chv.agent.vmms import Vmms
@@ -71,7 +73,7 @@ class Service:
         """Give every method its handler."""
         engine = self._engine
         server.add(CENSUS, self.census)
-        server.add(api.APPLY, engine.apply)
+        server.add(api.APPLY, self.apply)
         server.add(api.GET, self.get_object)
         server.add(api.LIST, self.list_objects)
         server.add(api.DELETE, engine.delete)
@@ -86,11 +88,11 @@ class Service:
         server.add(api.GET_GUEST_ACCESS, self.guest_access)
         server.add(api.READ_LOGS, self.read_logs)
         server.add(api.IMPORT_IMAGE, self.import_image)
+        server.add(api.FETCH_IMAGE, self.fetch_image)
+        server.add(api.OPEN_UPLOAD, self.open_upload)
+        server.add(api.FINISH_UPLOAD, self.finish_upload)
+        server.add(api.COLLECT_IMAGES, engine.collect_images)
         for method in (
-            api.FETCH_IMAGE,
-            api.OPEN_UPLOAD,
-            api.FINISH_UPLOAD,
-            api.COLLECT_IMAGES,
             api.ACT_ON_VOLUME,
             api.CANCEL_OPERATION,
             api.PUT_KEY,
@@ -198,15 +200,38 @@ class Service:
                 await context.emit(api.LogChunk(text=chunk))
         return Done()
 
+    async def apply(self, request: api.Apply, context: CallContext) -> api.ApplyReply:
+        """Apply; files of the node are root's to name."""
+        if context.peer_uid != 0:
+            for raw in request.objects:
+                refuse_paths(raw)
+        return await self._engine.apply(request)
+
     async def import_image(
         self, request: api.ImportImage, context: CallContext
     ) -> api.ImportImageReply:
-        """Import a file, telling progress."""
+        """Import a file of the node, telling progress."""
+        if context.peer_uid != 0:
+            raise path_refused(request.path, "path")
+        return await self._engine.import_image(request, _teller(context, "importing"))
 
-        async def on_progress(done: int, total: int) -> None:
-            await context.emit(api.Progress(step="importing", done=done, total=total))
+    async def fetch_image(
+        self, request: api.FetchImage, context: CallContext
+    ) -> api.ImportImageReply:
+        """Import by URL, telling progress."""
+        return await self._engine.fetch_image(request, _teller(context, "downloading"))
 
-        return await self._engine.import_image(request, on_progress)
+    async def open_upload(self, request: api.OpenUpload) -> WithFds[api.UploadReply]:
+        """Hand out the end of a pipe."""
+        upload_id, descriptor = await self._engine.open_upload(request)
+        return WithFds(api.UploadReply(upload_id=upload_id), [descriptor])
+
+    async def finish_upload(
+        self, request: api.FinishUpload, context: CallContext
+    ) -> api.ImportImageReply:
+        """Take what was sent."""
+        await _teller(context, "verifying")(0, request.size_bytes)
+        return await self._engine.finish_upload(request)
 
     async def census(self, request: Empty) -> CensusReply:
         """Everything of this instance that exists: the daemons' kinds and ours, merged."""
@@ -248,6 +273,13 @@ def _not_there(method: Method[Any, Any]) -> Any:
         raise Unsupported(f"{method.name} is not there yet")
 
     return refuse
+
+
+def _teller(context: CallContext, step: str) -> OnProgress:
+    async def on_progress(done: int, total: int) -> None:
+        await context.emit(api.Progress(step=step, done=done, total=total))
+
+    return on_progress
 
 
 def hello(layout: Layout, state: str) -> HelloReply:

@@ -151,14 +151,18 @@ def _operations(commands: Sub[argparse.ArgumentParser]) -> None:
 
 
 def _images(commands: Sub[argparse.ArgumentParser]) -> None:
-    image = commands.add_parser("image", help="Images: build, import, list, remove.")
+    image = commands.add_parser("image", help="Images: build, import, list, remove, collect.")
     actions = image.add_subparsers(metavar="ACTION", required=True)
     build = _add(actions, "build", "image:build", "Build the built-in guest and define its Image.")
     build.add_argument("builtin", nargs="?", default="tiny", choices=["tiny"])
     build.add_argument("--name", default="")
     _namespace(build)
-    imported = _add(actions, "import", "image:import_", "Import a local file as an image.")
-    imported.add_argument("path")
+    imported = _add(actions, "import", "image:import_", "Import a file or a URL as an image.")
+    imported.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a file, - for standard input, or an https:// (with --sha256 also http://) URL",
+    )
     imported.add_argument("--name", required=True)
     imported.add_argument("--artifact", choices=["disk", "kernel", "initramfs"], default="disk")
     imported.add_argument("--format", choices=["raw", "qcow2"], default="raw")
@@ -171,6 +175,10 @@ def _images(commands: Sub[argparse.ArgumentParser]) -> None:
     remove = _add(actions, "rm", "image:rm", "Remove an image.")
     remove.add_argument("name")
     _namespace(remove)
+    collect = _add(
+        actions, "gc", "image:gc", "Remove stored files that no image has, and old partial ones."
+    )
+    collect.add_argument("--dry-run", action="store_true", help="only show what would go")
 
 
 def _node(commands: Sub[argparse.ArgumentParser]) -> None:

@@ -19,8 +19,9 @@ from chv.common.errors import InvalidArgument
 from chv.common.files import fsync
 
 BLOCK_BYTES = 1 << 20
-PROGRESS_BYTES = 256 << 20
+PROGRESS_BYTES = 32 << 20
 Progress = Callable[[str], None]
+ByteProgress = Callable[[int, int], None]  # bytes done, bytes in all; called in the worker thread
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def _kernel_devices() -> frozenset[int]:
     return frozenset(path.stat().st_dev for path in found if path.is_mount())
 
 
-def copy_hashed(source: int, target: Path, progress: Progress) -> tuple[str, int]:
+def copy_hashed(source: int, target: Path, progress: ByteProgress) -> tuple[str, int]:
     """Copy `source` to the new file `target`; return sha256 and size of what was written.
 
     Blocks of zeros become holes.
@@ -76,10 +77,10 @@ def copy_hashed(source: int, target: Path, progress: Progress) -> tuple[str, int
             anyio.from_thread.check_cancelled()
             digest.update(block)
             if any(block):
-                _write_at(out, block, copied_bytes)
+                write_at(out, block, copied_bytes)
             copied_bytes += len(block)
             if copied_bytes % PROGRESS_BYTES == 0:
-                progress(f"copied {copied_bytes >> 20} of {total_bytes >> 20} MiB")
+                progress(copied_bytes, max(copied_bytes, total_bytes))
         os.ftruncate(out, copied_bytes)
         fsync(out, target)
     finally:
@@ -87,12 +88,24 @@ def copy_hashed(source: int, target: Path, progress: Progress) -> tuple[str, int
     return digest.hexdigest(), copied_bytes
 
 
-def _write_at(out: int, block: bytes, offset: int) -> None:
+def write_at(out: int, block: bytes, offset: int) -> None:
+    """Write a whole block."""
     view = memoryview(block)
     while view:
         written = os.pwrite(out, view, offset)
         view = view[written:]
         offset += written
+
+
+def hash_file(path: Path) -> tuple[str, int]:
+    """Return sha256 and size of a file of ours; stops when its caller is cancelled."""
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            anyio.from_thread.check_cancelled()
+            digest.update(block)
+            size_bytes += len(block)
+    return digest.hexdigest(), size_bytes
 
 
 def read_header(path: Path, size_bytes: int) -> bytes:

@@ -1,9 +1,9 @@
 """The content-addressed store: `<root>/sha256/<64 hex>`, each file 0444 and never changed.
 
 A file gets its final name only when complete, synced and proven to hash to that name; what a
-killed import leaves is a temporary file that `recover` removes at the next start. One process
-owns a root. Which Image uses which artifact is the caller's knowledge. Blocking parts run in a
-worker thread.
+killed import leaves is a temporary file that `recover` removes at the next start. Downloads that
+are not complete stay in `<root>/partial` for a day. One process owns a root. Which Image uses
+which artifact is the caller's knowledge. Blocking parts run in a worker thread.
 """
 
 from __future__ import annotations
@@ -17,14 +17,25 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
+from chv.common.clock import Clock, SystemClock
 from chv.common.errors import ChvError, InUse, InvalidArgument, ResourceExhausted
-from chv.common.files import free_bytes, sync_directory
+from chv.common.files import free_bytes, no_space_is_exhausted, sync_directory
 from chv.common.ids import Ids
 from chv.common.names import check_sha256
-from chv.images.copying import Progress, copy_hashed, open_source, read_header, sync_file
+from chv.images.copying import (
+    ByteProgress,
+    copy_hashed,
+    hash_file,
+    open_source,
+    read_header,
+    sync_file,
+)
 from chv.images.formats import HEADER_BYTES, check_format
+from chv.images.partials import collect_partials
 
 TEMPORARY_PREFIX = ".import-"
+YOUNG_S = 60.0
+PARTIAL_AGE_S_MAX = 86_400.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Where a hard link cannot be: another file system, one without links, too many of them.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
@@ -45,16 +56,26 @@ class StoredFile(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-def no_progress(message: str) -> None:
-    """Take progress messages and drop them."""
+class Collected(msgspec.Struct, frozen=True):
+    """What a collection removed, or would."""
+
+    names: list[str]
+    freed_bytes: int
+
+
+def no_progress(done_bytes: int, total_bytes: int) -> None:
+    """Take progress and drop it."""
 
 
 class ImageStore:
     """The artifacts below one root directory."""
 
-    def __init__(self, root: Path, ids: Ids | None = None) -> None:
+    def __init__(self, root: Path, ids: Ids | None = None, clock: Clock | None = None) -> None:
         self._directory = root / "sha256"
+        self.partials = root / "partial"
         self._ids = ids or Ids()
+        self._clock = clock or SystemClock()
+        self._asked_for: dict[str, float] = {}  # when an import last gave this sum
 
     def path(self, sha256: str) -> Path:
         """Return where the artifact is or would be."""
@@ -106,7 +127,7 @@ class ImageStore:
         declared: str,
         expected_sha256: str | None = None,
         *,
-        progress: Progress = no_progress,
+        progress: ByteProgress = no_progress,
     ) -> Artifact:
         """Copy a local file in. What is hashed is what is stored, whatever the source does."""
         if expected_sha256 is not None:
@@ -123,6 +144,58 @@ class ImageStore:
         check_sha256(expected_sha256)
         return await anyio.to_thread.run_sync(self._link, path, declared, expected_sha256)
 
+    async def take_file(self, path: Path, declared: str, expected_sha256: str | None) -> Artifact:
+        """Make a complete file of ours an artifact; it lies below the root, and is moved.
+
+        On any error it stays where it is.
+        """
+        return await anyio.to_thread.run_sync(self._take, path, declared, expected_sha256)
+
+    def _take(self, path: Path, declared: str, expected: str | None) -> Artifact:
+        self._prepare()
+        with no_space_is_exhausted(path):
+            digest, size_bytes = hash_file(path)
+            return self._keep(path, Artifact(digest, size_bytes, declared), expected)
+
+    def temporary(self) -> Path:
+        """Return a name for a file that comes in; `recover` removes what keeps it."""
+        self._prepare()
+        return self._temporary()
+
+    def known(self, declared: str, sha256: str) -> Artifact | None:
+        """Return the artifact if it is here already and may be what it is declared to be."""
+        return self._known(declared, sha256)
+
+    def collect(self, keep: frozenset[str], *, dry_run: bool) -> Collected:
+        """Remove artifacts outside of `keep`, and old partial downloads.
+
+        What came or was asked for within the last minute stays: its Image is being defined.
+        """
+        self._forget_old()
+        names, freed_bytes = [], 0
+        for stored in self.ls():
+            if stored.sha256 in keep or stored.sha256 in self._asked_for:
+                continue
+            path = self.path(stored.sha256)
+            status = path.stat()
+            names.append(stored.sha256)
+            freed_bytes += status.st_blocks * 512 if status.st_nlink == 1 else 0
+            if not dry_run:
+                path.unlink(missing_ok=True)
+        if names and not dry_run:
+            sync_directory(self._directory)
+        oldest = self._clock.now().timestamp() - PARTIAL_AGE_S_MAX
+        for name, size_bytes in collect_partials(self.partials, oldest, dry_run=dry_run):
+            names.append(name)
+            freed_bytes += size_bytes
+        return Collected(names, freed_bytes)
+
+    def _forget_old(self) -> None:
+        since = self._clock.monotonic() - YOUNG_S
+        for sha256, asked_at in list(self._asked_for.items()):
+            if asked_at < since:
+                del self._asked_for[sha256]
+
     def _prepare(self) -> None:
         self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
@@ -132,10 +205,11 @@ class ImageStore:
         if known is None:
             return None
         check_format(declared, read_header(self.path(known.sha256), HEADER_BYTES))
+        self._asked_for[known.sha256] = self._clock.monotonic()
         return Artifact(known.sha256, known.size_bytes, declared)
 
     def _import(
-        self, path: Path, declared: str, expected: str | None, progress: Progress
+        self, path: Path, declared: str, expected: str | None, progress: ByteProgress
     ) -> Artifact:
         self._prepare()
         if known := self._known(declared, expected):
@@ -182,6 +256,7 @@ class ImageStore:
         check_format(artifact.format, read_header(temporary, HEADER_BYTES))
         temporary.chmod(0o444)
         sync_file(temporary)
+        self._asked_for[artifact.sha256] = self._clock.monotonic()
         temporary.replace(self.path(artifact.sha256))
         sync_directory(self._directory)
         return artifact

@@ -26,6 +26,7 @@ from chv.agent.watch import Watch
 from chv.common.errors import FailedPrecondition, InvalidArgument, Unavailable
 from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.wire.resources import VmmChoice
+from chv.images.store import Collected
 from chv.vmm.driver import VmmConfig, VmmObservation, VmmState
 from tests.sim.chaos import Chaos
 from tests.sim.daemons import SimNwd, SimStord
@@ -345,6 +346,36 @@ class SimImages:
             return self._put(sha256 or "c" * 64, format)
 
         return await self._chaos.seam(self._life, "image.import", effect)
+
+    async def fetch(
+        self, url: str, sha256: str, format: str, on_progress: OnProgress | None = None
+    ) -> ArtifactInfo:
+        if url.endswith("missing"):
+            raise InvalidArgument(f"{url}: the server answers 404", field="url")
+        if on_progress is not None:
+            await on_progress(1, 2)
+
+        def effect() -> ArtifactInfo:
+            return self._put(sha256 or "d" * 64, format)
+
+        return await self._chaos.seam(self._life, "image.fetch", effect)
+
+    def open_upload(self, size_bytes_max: int) -> tuple[str, int]:
+        raise NotImplementedError("no pipes in virtual time")
+
+    async def take_upload(
+        self, upload_id: str, size_bytes: int, sha256: str, format: str
+    ) -> ArtifactInfo:
+        raise NotImplementedError("no pipes in virtual time")
+
+    async def collect(self, keep: frozenset[str], *, dry_run: bool) -> Collected:
+        def effect() -> Collected:
+            gone = sorted(set(self._host.artifacts) - keep)
+            for sha256 in [] if dry_run else gone:
+                del self._host.artifacts[sha256]
+            return Collected(gone, len(gone))
+
+        return await self._chaos.seam(self._life, "image.collect", effect)
 
     async def find(self, sha256: str) -> ArtifactInfo | None:
         return await self._chaos.seam(

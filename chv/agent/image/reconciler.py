@@ -6,15 +6,18 @@ it), so that a volume's backing file stays what it was.
 
 from __future__ import annotations
 
+import anyio
 import msgspec
 
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.cascade import finish_delete
 from chv.agent.conditions import condition, merge
+from chv.agent.image.imports import named_sums, needed_sums, stored_sums
 from chv.agent.ports import ArtifactInfo, ImageArtifacts
 from chv.agent.records import StoredObject
 from chv.agent.references import referrers
 from chv.agent.simple import SimpleReconciler
+from chv.common.errors import ChvError, Conflict, FailedPrecondition
 from chv.common.failpoint import failpoint
 from chv.common.wire.resources import (
     ArtifactStatus,
@@ -52,20 +55,20 @@ class ImageReconciler(SimpleReconciler):
         """Tell whether everything that the status shows is there."""
         if status.phase != "Ready":
             return False
-        for sha256 in _sums(status):
+        for sha256 in stored_sums(status):
             if await self._context.world.images.find(sha256) is None:
                 return False
         return True
 
     async def _import(self, stored: StoredObject, image: Image) -> Outcome:
         # What was stored before goes first; what comes is written down before it is there.
-        await self._tidy(stored, _sums(image.status) - _named(image))
+        await self._tidy(stored, stored_sums(image.status) - named_sums(image))
         await self._publish(stored, _intent(image), condition("Ready", False, "Importing"))
         made: list[ImageArtifacts] = []
 
         async def act(_: str) -> None:
             await failpoint("agent.image.import.before")
-            made.append(await self._artifacts(image))
+            made.append(await self._unless_changed(stored, image))
             await failpoint("agent.image.import.after")
 
         await self.effect(stored, "import", act)
@@ -77,6 +80,46 @@ class ImageReconciler(SimpleReconciler):
         )
         await self._publish(stored, status, condition("Ready", True, "Stored"))
         return Again()
+
+    async def _unless_changed(self, stored: StoredObject, image: Image) -> ImageArtifacts:
+        """Bring the artifacts; give up as soon as something else is wanted of the object."""
+        made: list[ImageArtifacts] = []
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch, stored, group.cancel_scope)
+            try:
+                made.append(await self._artifacts(image))
+            except ChvError as error:  # not as part of a group
+                failure: ChvError | None = error
+            else:
+                failure = None
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if not made:
+            raise Conflict("something else is wanted by now")
+        return made[0]
+
+    async def _watch(self, stored: StoredObject, scope: anyio.CancelScope) -> None:
+        """Cancel the import when the object is deleted or its spec changes."""
+        wanted = stored.resource.metadata.generation
+        while True:
+            changed = self._context.ledger.objects.event(self._uid)
+            now = self._context.stored(self._uid)
+            if now is None or now.deleting or now.resource.metadata.generation != wanted:
+                scope.cancel()
+                return
+            await changed.wait()
+
+    async def _show_progress(self, artifact: str, done_bytes: int, total_bytes: int) -> None:
+        """Publish how far a download is, each twentieth of it."""
+        shown = f"{artifact} {done_bytes >> 20} MiB"
+        if total_bytes:
+            shown = f"{artifact} {done_bytes * 20 // total_bytes * 5}%"
+        current = self._context.stored(self._uid)
+        status = _image(current).status if current is not None else None
+        if current is None or status is None or status.progress == shown:
+            return
+        await self._context.publish(current, msgspec.structs.replace(status, progress=shown))
 
     async def _artifacts(self, image: Image) -> ImageArtifacts:
         if image.spec.builtin:
@@ -96,7 +139,21 @@ class ImageReconciler(SimpleReconciler):
         known = await self._context.world.images.find(source.sha256)
         if known is not None and known.format == format_name:
             return known  # the file it came from may be gone
-        return await self._context.world.images.import_file(source.path, source.sha256, format_name)
+        images = self._context.world.images
+        if source.url:
+            return await images.fetch(
+                source.url,
+                source.sha256,
+                format_name,
+                lambda done, total: self._show_progress(artifact, done, total),
+            )
+        if source.path or known is not None:
+            return await images.import_file(source.path, source.sha256, format_name)
+        raise FailedPrecondition(
+            f"{artifact} {source.sha256[:12]} is not in the store of this node",
+            field=f"spec.{artifact}",
+            hint="send it with `chv image import`, or name its path or url",
+        )
 
     async def _delete(self, stored: StoredObject, image: Image) -> Outcome:
         holders = referrers(self._context.ledger.tables, stored.key)
@@ -108,14 +165,14 @@ class ImageReconciler(SimpleReconciler):
                 stored, status, condition("Ready", False, "Deleting", f"held by {names}")
             )
             return Waiting(10.0)
-        await self._tidy(stored, _needs(image))
+        await self._tidy(stored, needed_sums(image))
         await finish_delete(self._context, self._uid)
         return Gone()
 
     async def _tidy(self, stored: StoredObject, sums: set[str]) -> None:
         """Remove artifacts that no other image has, be it wanted or stored."""
         for sha256 in sorted(sums):
-            if any(sha256 in _needs(other) for other in self._others()):
+            if any(sha256 in needed_sums(other) for other in self._others()):
                 continue
 
             async def act(_: str, sha256: str = sha256) -> None:
@@ -159,22 +216,6 @@ def _status(info: ArtifactInfo | None) -> ArtifactStatus | None:
     return ArtifactStatus(
         sha256=info.sha256, size_bytes=info.size_bytes, format=info.format, path=info.path
     )
-
-
-def _sums(status: ImageStatus | None) -> set[str]:
-    if status is None:
-        return set()
-    stored = (status.kernel, status.initramfs, status.disk)
-    return {each.sha256 for each in stored if each is not None}
-
-
-def _named(image: Image) -> set[str]:
-    named = (image.spec.kernel, image.spec.initramfs, image.spec.disk)
-    return {each.sha256 for each in named if each is not None}
-
-
-def _needs(image: Image) -> set[str]:
-    return _sums(image.status) | _named(image)
 
 
 def _intent(image: Image) -> ImageStatus:

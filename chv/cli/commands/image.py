@@ -1,12 +1,15 @@
-"""`chv image build|import|ls|rm`."""
+"""`chv image build|import|ls|rm|gc`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from chv.cli import connect, manifests, operations
+import msgspec
+
+from chv.cli import connect, manifests, operations, upload
 from chv.cli.commands import objects
 from chv.common.wire import agent
 from chv.common.wire.types import API_VERSION
@@ -35,28 +38,60 @@ def build(arguments: argparse.Namespace) -> int:
 
 
 def import_(arguments: argparse.Namespace) -> int:
-    """Copy a local file into the content-addressed store and define its Image."""
-    request = agent.ImportImage(
-        name=arguments.name,
-        namespace=arguments.namespace,
-        artifact=arguments.artifact,
-        path=str(Path(arguments.path).absolute()),
-        format=arguments.format,
-        sha256=arguments.sha256,
-        requester=connect.requester(),
-    )
+    """Store a file, a URL's content or standard input, and define its Image."""
+    source = arguments.source
     with connect.client(arguments.socket) as client:
-        reply = client.stream(agent.IMPORT_IMAGE, request, _progress)
+        if source.startswith(("http://", "https://")):
+            reply = client.stream(agent.FETCH_IMAGE, _fetch(arguments), _progress)
+        elif source == "-" or os.geteuid() != 0:
+            reply = upload.send(client, source, _wanted(arguments), _progress)
+        else:
+            reply = client.stream(agent.IMPORT_IMAGE, _by_path(arguments), _progress)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(f"Image/{arguments.name} {arguments.artifact} sha256:{reply.sha256}")
     return 0
 
 
+def _wanted(arguments: argparse.Namespace) -> upload.Wanted:
+    return upload.Wanted(
+        name=arguments.name,
+        namespace=arguments.namespace,
+        artifact=arguments.artifact,
+        format=arguments.format,
+        sha256=arguments.sha256,
+        requester=connect.requester(),
+    )
+
+
+def _fetch(arguments: argparse.Namespace) -> agent.FetchImage:
+    return agent.FetchImage(url=arguments.source, **msgspec.structs.asdict(_wanted(arguments)))
+
+
+def _by_path(arguments: argparse.Namespace) -> agent.ImportImage:
+    path = str(Path(arguments.source).absolute())
+    return agent.ImportImage(path=path, **msgspec.structs.asdict(_wanted(arguments)))
+
+
 def _progress(event: agent.Progress) -> None:
-    if sys.stderr.isatty():
-        percent = 100 * event.done // event.total if event.total else 0
-        print(f"\r{event.step} {percent:3d} %", end="", file=sys.stderr)
+    if not sys.stderr.isatty():
+        return
+    how_far = f"{event.done >> 20} MiB"
+    if event.total:
+        how_far = f"{100 * event.done // event.total:3d} %"
+    print(f"\r{event.step} {how_far} ", end="", file=sys.stderr)
+
+
+def gc(arguments: argparse.Namespace) -> int:
+    """Remove what no image has."""
+    request = agent.CollectImages(dry_run=arguments.dry_run, requester=connect.requester())
+    with connect.client(arguments.socket) as client:
+        reply = client.call(agent.COLLECT_IMAGES, request)
+    word = "would remove" if arguments.dry_run else "removed"
+    for name in reply.removed:
+        print(f"{word} {name}")
+    print(f"{word} {len(reply.removed)} files, {reply.freed_bytes} bytes")
+    return 0
 
 
 def ls(arguments: argparse.Namespace) -> int:

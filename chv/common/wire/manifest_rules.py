@@ -200,7 +200,13 @@ def _check_image(spec: ImageSpec) -> None:
         raise InvalidArgument(
             "the image has neither files nor a builtin name",
             field="spec",
-            hint="builtin: tiny, or kernel, initramfs, disk with path and sha256",
+            hint="builtin: tiny, or kernel, initramfs, disk with path or url and sha256",
         )
+    for name in ("kernel", "initramfs", "disk"):
+        file = getattr(spec, name)
+        if file is not None and file.path and file.url:
+            raise InvalidArgument(
+                "the file has a path and a url", field=f"spec.{name}.url", hint="leave one out"
+            )
     if spec.initramfs is not None and spec.kernel is None:
         raise InvalidArgument("an initramfs needs a kernel", field="spec.kernel")

@@ -34,6 +34,7 @@ from chv.common.wire.types import (
     PathText,
     Port,
     Sha256,
+    UrlOrEmpty,
 )
 from chv.common.wire.volume_resources import (
     BandwidthLimit,
@@ -136,17 +137,21 @@ CPUS_MAX = 64
 # --- Image
 
 
-class ImageFile(Struct, kw_only=True, frozen=True):
-    """A file on the node, pinned by its checksum."""
+class ImageFile(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """A file pinned by its checksum: at a `path` of the node or a `url`, or, without either, one
+    that was sent to the node before.
+    """
 
-    path: Annotated[PathText, Meta(min_length=2)]
+    path: PathText = ""
+    url: UrlOrEmpty = ""
     sha256: Sha256
 
 
-class ImageDisk(Struct, kw_only=True, frozen=True):
-    """A disk image on the node, pinned by its checksum, in a declared format."""
+class ImageDisk(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """A disk image, as `ImageFile`, in a declared format."""
 
-    path: Annotated[PathText, Meta(min_length=2)]
+    path: PathText = ""
+    url: UrlOrEmpty = ""
     sha256: Sha256
     format: ImageFormat
 
@@ -177,6 +182,7 @@ class ImageStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     kernel: ArtifactStatus | None = None
     initramfs: ArtifactStatus | None = None
     disk: ArtifactStatus | None = None
+    progress: str = ""  # of what is being fetched: `disk 40%`
     conditions: list[Condition] = []
 
 

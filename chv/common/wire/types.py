@@ -24,6 +24,10 @@ Name = Annotated[
 Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=256)]
 PathText = Annotated[str, Meta(max_length=4096, pattern=r"^(/[^\x00\n]*)?\Z")]
+# No user name: what is stored and shown must not carry a password.
+UrlOrEmpty = Annotated[
+    str, Meta(max_length=2048, pattern=r"^(https?://[^/@?#\x00-\x20]+([/?][\x21-\x7e]*)?)?\Z")
+]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Mac = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}\Z")]
 Ipv4 = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}\Z", max_length=15)]
