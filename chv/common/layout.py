@@ -118,6 +118,10 @@ class Layout:
         """0700 root: encryption keys, `<namespace>/<name>`, each 0600."""
         return self.state / "keys"
 
+    def device(self, volume_uid: str) -> Path:
+        """Return our own node of the block device of a volume; the host's own is never touched."""
+        return Path("/dev") / f"chv-{self.instance}" / volume_uid
+
     def vm_state(self, vm_uid: str) -> Path:
         """0711 root: seed disk (0600, the VM's uid), host keys, serial recording."""
         return self.state / "vms" / vm_uid
