@@ -87,7 +87,7 @@ class Disks:
             number=number,
             format=layer_format,
             protocol=base,
-            encrypted=row.backend.encryption is not None,
+            key=row.key,
         )
 
     def _overlay(self, volume_id: str, number: int) -> graph.Protocol:

@@ -108,9 +108,21 @@ class Volume(msgspec.Struct, frozen=True, kw_only=True):
     next_layer: int = 1
     snapshots: tuple[Snapshot, ...] = ()
     change: LayerChange | None = None
-    # For a volume that is a backup's source: target of the last backup, its number and bitmap.
+    # For a volume that is a backup's source: target of the last backup, its number, and the bitmap
+    # that holds what changed since then; empty: nobody knows.
     backup_target: str = ""
     backup_sequence: int = 0
+    backup_bitmap: str = ""
+    # The key that is being replaced by that of `backend`, and whether that one opens every layer.
+    old_key: str = ""
+    new_key_added: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of the key that opens every layer; empty: the volume is not encrypted."""
+        if self.old_key and not self.new_key_added:
+            return self.old_key
+        return "" if self.backend.encryption is None else self.backend.encryption.key
 
     @property
     def top(self) -> Layer:

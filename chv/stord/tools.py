@@ -12,8 +12,8 @@ import fcntl
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -116,8 +116,7 @@ class Tools:
         declare_keys: bool = True,
     ) -> Completed:
         """Run `qemu-img ARGV`; every key of the call becomes a secret object of its id."""
-        token = await anyio.to_thread.run_sync(self._grants.give, call.owns, call.reads)
-        try:
+        async with self.lend(call.owns, call.reads):
             with ExitStack() as stack:
                 fds = {
                     FIRST_KEY_FD + index: stack.enter_context(_key_file(secret, self._uid))
@@ -126,6 +125,13 @@ class Tools:
                 objects = _secret_options(call.keys) if declare_keys else []
                 command = [BINARY, argv[0], *objects, *map(_with_key, argv[1:])]
                 return await self._run(command, call, fds, on_progress)
+
+    @asynccontextmanager
+    async def lend(self, owns: Sequence[Path], reads: Sequence[Path]) -> AsyncIterator[None]:
+        """Give the files to the tools uid for the length of the block."""
+        token = await anyio.to_thread.run_sync(self._grants.give, owns, reads)
+        try:
+            yield
         finally:
             with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
                 await anyio.to_thread.run_sync(self._grants.take_back, token)

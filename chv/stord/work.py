@@ -32,6 +32,7 @@ from chv.common.process import (
     wait_gone,
 )
 from chv.common.wire.stord import AccessMode
+from chv.stord import luks
 from chv.stord.disks import Disks
 from chv.stord.exports import RunDirectory
 from chv.stord.plan import (
@@ -296,7 +297,7 @@ class Work:
         await self._reached("after_lock")
         await self._add_group(monitor, disk)
         await self._reached("after_group")
-        await monitor.add_node(graph.chain(disk))
+        await luks.add_locked(monitor, self._parts.layout, disk, graph.chain(disk))
         await self._reached("after_blockdev")
         await monitor.add_node(graph.throttle(volume_id, disk.own[-1].number))
         await self._reached("after_throttle")

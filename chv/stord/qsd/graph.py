@@ -4,7 +4,7 @@ Nodes of a volume, `<s>` being its short uid: `l-<s>` holds the volume's lock; `
 format node of layer n and `p<n>-<s>` its bytes; `b<i>-<s>` and `i<i>-<s>` are the read-only
 layers below the volume's own (an image, or the layers of the volume that it is a clone of),
 counted from the bottom; `t-<s>` is the throttle filter on top, which is exported. Objects:
-`g-<s>` the throttle group, `k-<s>` the key while something is opened with it. Formats and backing
+`g-<s>` the throttle group, `k-<s>-<key>` a key while something is opened with it. Formats and backing
 files are always declared: QEMU probes nothing, and what a header says of other files is never
 followed.
 """
@@ -54,7 +54,7 @@ class LayerNode(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     format: str  # raw | qcow2
     protocol: Protocol
-    encrypted: bool = False
+    key: str = ""  # name of the key that it is encrypted with
 
 
 class Disk(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +75,9 @@ class Disk(msgspec.Struct, frozen=True, kw_only=True):
         return all(layer.protocol.local for layer in (*self.below, *self.own))
 
     @property
-    def encrypted(self) -> bool:
-        """Tell whether opening it needs the key."""
-        return any(layer.encrypted for layer in (*self.below, *self.own))
+    def keys(self) -> frozenset[str]:
+        """Names of the keys that opening it needs; a clone and its parent have their own."""
+        return frozenset(layer.key for layer in (*self.below, *self.own) if layer.key)
 
 
 def lock_node(volume_id: str) -> str:
@@ -105,9 +105,9 @@ def throttle_group(volume_id: str) -> str:
     return f"g-{short_uid(volume_id)}"
 
 
-def secret_id(volume_id: str) -> str:
-    """Id of the secret object that holds the volume's key for a moment."""
-    return f"k-{short_uid(volume_id)}"
+def secret_id(volume_id: str, key: str) -> str:
+    """Id of the secret object that holds a key of the volume's layers for a moment."""
+    return f"k-{short_uid(volume_id)}-{key.replace('/', '.')}"
 
 
 def export_id(volume_id: str) -> str:
@@ -206,7 +206,7 @@ def own_names(volume_id: str, number: int) -> tuple[str, str]:
 def _layer(
     volume_id: str, layer: LayerNode, names: tuple[str, str], *, below: Node | None, read_only: bool
 ) -> Node:
-    node = image_node(layer, secret_id(volume_id), file_node=names[1])
+    node = image_node(layer, secret_id(volume_id, layer.key), file_node=names[1])
     node |= {"node-name": names[0], "read-only": read_only}
     if layer.format == "qcow2":
         node["backing"] = below
@@ -218,10 +218,10 @@ def image_node(layer: LayerNode, secret: str, *, file_node: str = "") -> Node:
     file = protocol(layer.protocol, file_node)
     if layer.format == "qcow2":
         node: Node = {"driver": "qcow2", "discard": "unmap", "file": file}
-        if layer.encrypted:
+        if layer.key:
             node["encrypt"] = {"format": "luks", "key-secret": secret}
         return node
-    if layer.encrypted:
+    if layer.key:
         return {"driver": "luks", "key-secret": secret, "discard": "unmap", "file": file}
     return {"driver": "raw", "discard": "unmap", "file": file}
 
