@@ -31,7 +31,7 @@ from chv.common.files import (
     sync_directory,
 )
 from chv.common.wire.stord import Encryption, VolumeBackend, VolumeFormat
-from chv.stord import qcow2
+from chv.stord import luks, qcow2
 from chv.stord.backends.base import Inspection
 from chv.stord.qsd import graph
 
@@ -88,11 +88,18 @@ def begin(building: Path) -> None:
     ensure_dir(building.parent, mode=0o711)
     remove_tree(building)
     with no_space_is_exhausted(building):
-        building.mkdir(mode=0o700)
+        building.mkdir(mode=0o711)
+
+
+def touch(path: Path) -> None:
+    """Make an empty file for root alone."""
+    with no_space_is_exhausted(path):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
 def build_raw(disk: Path, spec: VolumeBackend) -> None:
-    if spec.source is not None:
+    """Make a raw disk; the content of a raw image is copied, of another one it is not."""
+    if spec.source is not None and spec.source.format is VolumeFormat.RAW:
         copy_file(Path(spec.source.path), disk)
     extend_raw(disk, spec.size_bytes)
 
@@ -206,7 +213,7 @@ def inspect(disk: Path, home: Path, spec: VolumeBackend) -> Inspection:
             location=str(disk), state="missing", problem=f"{str(disk)!r} does not exist"
         )
     try:
-        size_bytes = virtual_size_bytes(disk, spec.format)
+        size_bytes = virtual_size_bytes(disk, spec.format, encrypted=spec.encryption is not None)
     except (DataLoss, InvalidArgument) as error:
         return Inspection(location=str(disk), state="broken", problem=error.message)
     if size_bytes < (described := described_bytes(home)):
@@ -233,10 +240,18 @@ def described_bytes(directory: Path) -> int:
     return described.size_bytes
 
 
-def virtual_size_bytes(disk: Path, volume_format: VolumeFormat) -> int:
+def guest_size_bytes(disk: Path, spec: VolumeBackend) -> int:
+    """Return the size that the guest sees of a base, encrypted or not."""
+    if spec.encryption is not None and spec.format is VolumeFormat.RAW:
+        return max(disk.lstat().st_size - luks.payload_offset_bytes(disk), 0)
+    return virtual_size_bytes(disk, spec.format)
+
+
+def virtual_size_bytes(disk: Path, volume_format: VolumeFormat, *, encrypted: bool = False) -> int:
     """Return the size that the guest sees; refuse a volume whose header was tampered with."""
     if volume_format is VolumeFormat.RAW:
-        return disk.lstat().st_size
+        payload = luks.payload_offset_bytes(disk) if encrypted else 0
+        return max(disk.lstat().st_size - payload, 0)
     header = qcow2.read_header(disk)
     if header.has_external_data or header.corrupt:
         raise DataLoss(

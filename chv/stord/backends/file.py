@@ -30,12 +30,15 @@ from chv.common.failpoint import failpoint
 from chv.common.layout import Layout
 from chv.common.paths import resolve_inside
 from chv.common.process import CommandFailed, run
+from chv.common.secret import Secret
 from chv.common.wire.stord import CloneMode, VolumeBackend, VolumeFormat, VolumeSource
-from chv.stord.backends import disk_files
+from chv.stord.backends import disk_files, encrypted
 from chv.stord.backends.base import Inspection, Space, space_of
 from chv.stord.qsd import graph
+from chv.stord.tools import Tools
 
 QEMU_IMG_TIMEOUT_S = 50.0
+KEY_ID = "k"
 
 
 class FileBackend:
@@ -44,8 +47,9 @@ class FileBackend:
     driver = "file"
     package = "qemu-system-common or qemu-utils"
 
-    def __init__(self, layout: Layout, storage: StorageConfig) -> None:
+    def __init__(self, layout: Layout, storage: StorageConfig, tools: Tools | None = None) -> None:
         self._layout = layout
+        self._tools = tools or Tools(layout)
         self._storage = storage
         self._roots = (layout.images, *map(Path, storage.allowed_paths))
         self._aio = storage.aio
@@ -87,12 +91,6 @@ class FileBackend:
     def _check_source(self, spec: VolumeBackend, source: VolumeSource) -> VolumeBackend:
         path = self._resolve_image(source)
         size_bytes = disk_files.image_size_bytes(path, source.format)
-        if spec.format is VolumeFormat.RAW and source.format is not VolumeFormat.RAW:
-            raise Unsupported(
-                f"a raw volume cannot start from the {source.format.value} image {source.path}",
-                field="backend.format",
-                hint="use format qcow2, which lies on top of the image",
-            )
         if spec.size_bytes < size_bytes:
             raise InvalidArgument(
                 f"{spec.size_bytes} bytes are less than the {size_bytes} of the image {path}",
@@ -176,7 +174,9 @@ class FileBackend:
             disk_files.remove_volume(directory)
 
     async def _build(self, disk: Path, spec: VolumeBackend) -> None:
-        if spec.format is VolumeFormat.RAW:
+        if spec.encryption is not None:
+            await self._build_locked(disk, spec, spec.encryption.key)
+        elif spec.format is VolumeFormat.RAW:
             await anyio.to_thread.run_sync(disk_files.build_raw, disk, spec)
         else:
             argv = ["qemu-img", "create", "-q", "-f", "qcow2"]
@@ -186,16 +186,50 @@ class FileBackend:
             await _qemu_img([*argv, str(disk), str(spec.size_bytes)], disk)
         await anyio.to_thread.run_sync(disk_files.settle, disk)
 
+    async def _build_locked(self, disk: Path, spec: VolumeBackend, key: str) -> None:
+        """Make an empty LUKS image; what lies below it is nowhere but in the records."""
+        await anyio.to_thread.run_sync(disk_files.touch, disk)
+        argv = ["create", "-q", "-f", luks.driver(spec.format.value)]
+        argv += ["-o", luks.create_options(spec.format.value, KEY_ID)]
+        call = await self._call(disk, key)
+        await self._tools.run([*argv, str(disk), str(spec.size_bytes)], call)
+
+    async def _call(self, disk: Path, key: str) -> Call:
+        keys: dict[str, Secret] = {}
+        if key:
+            keys[KEY_ID] = await anyio.to_thread.run_sync(read_key, self._layout, key)
+        return Call(owns=(disk,), keys=keys, timeout_s=QEMU_IMG_TIMEOUT_S)
+
     async def grow(self, volume_id: str, spec: VolumeBackend) -> None:
         """Make it as large as the spec says; never smaller."""
         disk = self.disk_path(volume_id, spec)
         with disk_files.exclusively(self.lock_path(volume_id)):
-            if disk_files.virtual_size_bytes(disk, spec.format) < spec.size_bytes:
-                if spec.format is VolumeFormat.RAW:
+            if disk_files.guest_size_bytes(disk, spec) < spec.size_bytes:
+                if spec.format is VolumeFormat.RAW and spec.encryption is None:
                     await anyio.to_thread.run_sync(disk_files.extend_raw, disk, spec.size_bytes)
                 else:
-                    await extend_qcow2(disk, spec.size_bytes)
+                    key = "" if spec.encryption is None else spec.encryption.key
+                    await self.extend_image(disk, spec.format, key, spec.size_bytes)
             await anyio.to_thread.run_sync(disk_files.describe, self.home(volume_id), spec)
+
+    async def extend_image(
+        self, disk: Path, image_format: VolumeFormat, key: str, size_bytes: int
+    ) -> None:
+        """Make a qcow2 or LUKS file larger without a look at what lies below it.
+
+        Nothing of a lower layer can come to light in the new part: none is larger than this one.
+        """
+        layer = graph.LayerNode(
+            number=0,
+            format=image_format.value,
+            protocol=disk_files.protocol(disk, self._aio),
+            key=key,
+        )
+        node = graph.image_node(layer, KEY_ID)
+        if image_format is VolumeFormat.QCOW2:
+            node["backing"] = None
+        call = await self._call(disk, key)
+        await self._tools.run(["resize", "-q", json_image(node), str(size_bytes)], call)
 
     async def extend_device(self, volume_id: str, spec: VolumeBackend) -> None:
         """Do nothing: a file grows by itself."""
@@ -238,7 +272,8 @@ class FileBackend:
     def protocol(self, volume_id: str, spec: VolumeBackend) -> graph.Protocol:
         """Describe how the storage daemon reaches the disk; refuse a header that was changed."""
         path = self.disk_path(volume_id, spec)
-        disk_files.virtual_size_bytes(path, spec.format)
+        locked = spec.encryption is not None
+        disk_files.virtual_size_bytes(path, spec.format, encrypted=locked)
         return disk_files.protocol(path, self._aio)
 
     def sweep(self) -> list[str]:
@@ -265,20 +300,6 @@ def _is_overlay(spec: VolumeBackend) -> bool:
 
 def _beside(directory: Path, suffix: str) -> Path:
     return directory.with_name(directory.name + suffix)
-
-
-async def extend_qcow2(disk: Path, size_bytes: int) -> None:
-    """Make a qcow2 file larger without a look at what lies below it.
-
-    Nothing of a lower layer can come to light in the new part: none is larger than this one.
-    """
-    options: dict[str, object] = {
-        "driver": "qcow2",
-        "backing": None,
-        "file": {"driver": "file", "filename": str(disk)},
-    }
-    name = f"json:{msgspec.json.encode(options).decode()}"
-    await _qemu_img(["qemu-img", "resize", "-q", name, str(size_bytes)], disk)
 
 
 async def _qemu_img(argv: list[str], disk: Path) -> None:

@@ -14,6 +14,8 @@ from chv.common.layout import Layout
 from chv.common.wire.stord import VolumeBackend, VolumeClass
 from chv.stord.backends.base import Backend
 from chv.stord.backends.file import FileBackend
+from chv.stord.tools import Tools
+from chv.stord.tools import Tools
 
 PACKAGE = "chv.stord.backends"
 
@@ -21,10 +23,10 @@ PACKAGE = "chv.stord.backends"
 class Backends:
     """One backend per class, made on demand."""
 
-    def __init__(self, layout: Layout, storage: StorageConfig) -> None:
+    def __init__(self, layout: Layout, storage: StorageConfig, tools: Tools | None = None) -> None:
         self._layout = layout
         self._storage = storage
-        self.file = FileBackend(layout, storage)
+        self.file = FileBackend(layout, storage, tools)
         self._made: dict[VolumeClass, Backend] = {VolumeClass.FILE: self.file}
 
     def of(self, spec: VolumeBackend) -> Backend:

@@ -1,0 +1,109 @@
+"""A storage daemon for work on volumes that are attached to nothing; it ends with the work.
+
+It runs under the tools uid, with the files lent to it, and holds the volume's lock, so an attach
+meanwhile is refused. It is our child: a kill of ours kills it, and what it left half done is
+found by whoever resumes the job. Errors: InUse (somebody holds the volume), PermissionDenied (the
+key), those of the monitor.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from chv.common.errors import InUse
+from chv.common.files import ensure_dir
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.process import Program
+from chv.common.process.child import start_child
+from chv.common.wire.stord import AccessMode
+from chv.stord import luks
+from chv.stord.disks import Disks
+from chv.stord.qsd import graph
+from chv.stord.qsd.monitor import Monitor, open_monitor
+from chv.stord.records import Volume
+from chv.stord.tools import Tools
+
+# It writes metadata of qcow2 at its end; a bitmap that is not is of no use afterwards.
+TERMINATE_S = 20.0
+
+
+class Offline:
+    """Starts such storage daemons."""
+
+    def __init__(self, layout: Layout, ids: Ids, tools: Tools, disks: Disks) -> None:
+        self._layout = layout
+        self._ids = ids
+        self._tools = tools
+        self._disks = disks
+        self.uid = layout.tools_uid
+
+    def sweep(self) -> None:
+        """Remove the directories of those that died with an earlier daemon. Blocks."""
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    @property
+    def _home(self) -> Path:
+        return self._layout.run / "tools"
+
+    @asynccontextmanager
+    async def open(self, row: Volume, *also: Path) -> AsyncIterator[Monitor]:
+        """Yield the monitor of one that has the volume's layers open; `also`: files it needs."""
+        async with self.locked(row, *also) as monitor:
+            await self.add_chain(monitor, row)
+            yield monitor
+
+    @asynccontextmanager
+    async def locked(self, row: Volume, *also: Path) -> AsyncIterator[Monitor]:
+        """Yield the monitor of one that holds the volume's lock and has nothing open yet."""
+        volume_id = row.volume_id
+        lock_path = self._disks.lock_path(volume_id)
+        owns = [lock_path, *await anyio.to_thread.run_sync(self._disks.paths, volume_id), *also]
+        below = await anyio.to_thread.run_sync(self._disks.below_paths, volume_id)
+        async with self._tools.lend(owns, below), self._daemon() as monitor:
+            shared = row.backend.access is AccessMode.READ_ONLY_MANY
+            try:
+                await monitor.add_node(graph.lock_blockdev(volume_id, lock_path, shared=shared))
+            except InUse as error:
+                raise InUse(
+                    "a process holds the volume", resource=volume_id, hint="detach it first"
+                ) from error
+            yield monitor
+
+    async def add_chain(self, monitor: Monitor, row: Volume) -> None:
+        """Open the volume's layers as an attachment would."""
+        read_only = row.backend.access is AccessMode.READ_ONLY_MANY
+        describe = partial(self._disks.disk, row.volume_id, read_only=read_only)
+        disk = await anyio.to_thread.run_sync(describe)
+        await luks.add_locked(monitor, self._layout, disk, graph.chain(disk))
+
+    @asynccontextmanager
+    async def _daemon(self) -> AsyncIterator[Monitor]:
+        directory = self._home / self._ids.nonce()
+        ensure_dir(self._home, mode=0o711)
+        ensure_dir(directory, mode=0o700, uid=self.uid, gid=self.uid)
+        socket, ready = directory / "qmp", directory / "pid"
+        try:
+            child = await start_child(
+                Program(
+                    argv=tuple(graph.argv(socket, ready)), uid=self.uid, gid=self.uid, umask=0o177
+                )
+            )
+            try:
+                async with open_monitor(socket, ready, self.uid) as monitor:
+                    yield monitor
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await child.terminate(grace_s=TERMINATE_S)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(
+                    partial(shutil.rmtree, directory, ignore_errors=True)
+                )
