@@ -66,7 +66,7 @@ def admit(context: Context, resources: list[Resource], requester: str, reason: s
         future.add(resource)
     for stored in future.after.values():
         check_references(stored, future.find)
-    check_shared(tables, future.after)
+    check_shared(tables, future.after, future.find)
     return future.admitted(requester, reason)
 
 
@@ -211,7 +211,7 @@ class _Future:
             return before
         metadata = _replace(metadata, resource_version=self._revision())
         made = _replace(resource, metadata=metadata, status=before.resource.status)
-        return StoredObject(resource=made, facts=_facts_after(before, made))
+        return _replace(before, resource=made, facts=_facts_after(before, made))
 
 
 def _facts_after(before: StoredObject, after: Resource) -> VmFacts | None:

@@ -12,10 +12,20 @@ from chv.agent.references import references, referrers
 from chv.agent.tables import Tables
 from chv.common.errors import FailedPrecondition, InUse, InvalidArgument
 from chv.common.names import shown
-from chv.common.quantity import parse_bytes
-from chv.common.wire.resources import Image, Network, Resource, VirtualMachine, Volume
+from chv.common.quantity import format_bytes, parse_bytes
+from chv.common.wire.resources import (
+    Image,
+    Network,
+    Resource,
+    VirtualMachine,
+    Volume,
+    VolumeAccessMode,
+    VolumeSnapshot,
+)
 
 Find = Callable[[str, str, str], StoredObject | None]
+# Another value of these means another place, or another format of the bytes there.
+MOVING = ("class_", "format", "pool", "block", "lvm", "nbd", "iscsi", "rbd")
 
 
 def check_change(tables: Tables, before: StoredObject, after: StoredObject) -> None:
@@ -29,6 +39,8 @@ def check_change(tables: Tables, before: StoredObject, after: StoredObject) -> N
             _check_vm(tables, before, old_vm, new_vm)
         case Image() as old_image, Image() as new_image:
             _check_image(tables, before, old_image, new_image)
+        case VolumeSnapshot() as old_snapshot, VolumeSnapshot() as new_snapshot:
+            _refuse_changed(before, "spec", old_snapshot.spec, new_snapshot.spec)
         case _:
             raise AssertionError("an object does not change its kind")
 
@@ -55,14 +67,14 @@ def check_references(stored: StoredObject, find: Find) -> None:
         _check_referred(stored, reference.field, found.resource)
 
 
-def check_shared(tables: Tables, after: dict[str, StoredObject]) -> None:
-    """Refuse a volume or an address that two VMs would have."""
+def check_shared(tables: Tables, after: dict[str, StoredObject], find: Find) -> None:
+    """Refuse a volume or an address that two VMs would have; what is only read may be shared."""
     vms = [o for o in tables.of_kind("VirtualMachine") if o.uid not in after]
     vms += [o for o in after.values() if o.resource.kind == "VirtualMachine"]
     holders: dict[tuple[str, str, str], StoredObject] = {}
     # Those that are there come first: the newcomer is the one that is refused.
     for stored in sorted(vms, key=lambda o: o.uid in after):
-        for field, key, words in _exclusive(stored.resource):
+        for field, key, words in _exclusive(stored.resource, find):
             holder = holders.setdefault(key, stored)
             if holder is not stored:
                 raise InUse(
@@ -89,24 +101,36 @@ def check_delete(tables: Tables, stored: StoredObject) -> None:
 
 
 def _check_volume(tables: Tables, before: StoredObject, old: Volume, new: Volume) -> None:
-    _refuse_changed(before, "spec.class", old.spec.class_, new.spec.class_)
-    _refuse_changed(before, "spec.format", old.spec.format, new.spec.format)
     _refuse_changed(before, "spec.source", old.spec.source, new.spec.source)
-    was, wanted = parse_bytes(old.spec.size), parse_bytes(new.spec.size)
-    if wanted < was:
+    _refuse_changed(before, "spec.accessMode", old.spec.access_mode, new.spec.access_mode)
+    if (old.spec.encryption is None) is not (new.spec.encryption is None):
+        _refuse_changed(before, "spec.encryption", old.spec.encryption, new.spec.encryption)
+    if parse_bytes(new.spec.size) < parse_bytes(old.spec.size):
         raise InvalidArgument(
             f"{shown(new.spec.size)} is less than {shown(old.spec.size)}",
             resource=before.title,
             field="spec.size",
             hint="a volume only grows",
         )
-    running = _running(tables, before)
-    if wanted > was and running:
+    for field in MOVING:
+        if getattr(old.spec, field) != getattr(new.spec, field):
+            _check_move(tables, before, field.rstrip("_"))
+
+
+def _check_move(tables: Tables, before: StoredObject, field: str) -> None:
+    """A snapshot is where its volume is: neither can go alone."""
+    snapshots = [
+        holder
+        for holder in referrers(tables, before.key)
+        if holder.resource.kind == "VolumeSnapshot"
+    ]
+    if snapshots:
+        names = ", ".join(holder.title for holder in snapshots[:5])
         raise FailedPrecondition(
-            f"it grows only while no VM runs on it, and {running[0].title} does",
+            f"it has snapshots, so it cannot move: {names}",
             resource=before.title,
-            field="spec.size",
-            hint=f"chv stop {running[0].key[2]}, then apply again",
+            field=f"spec.{field}",
+            hint=f"delete {names} first",
         )
 
 
@@ -186,12 +210,14 @@ def _plain(value: object) -> str:
 # --- what only one may have
 
 
-def _exclusive(resource: Resource) -> Iterable[tuple[str, tuple[str, str, str], str]]:
+def _exclusive(resource: Resource, find: Find) -> Iterable[tuple[str, tuple[str, str, str], str]]:
     if not isinstance(resource, VirtualMachine):
         return
     namespace = resource.metadata.namespace
     for index, disk in enumerate(resource.spec.disks):
         field = f"spec.disks[{index}].volume"
+        if _is_only_read(find("Volume", namespace, disk.volume)):
+            continue
         yield field, ("volume", namespace, disk.volume), f"volume {disk.volume!r}"
     for index, nic in enumerate(resource.spec.interfaces):
         place = f"{namespace}/{nic.network}"
@@ -201,6 +227,11 @@ def _exclusive(resource: Resource) -> Iterable[tuple[str, tuple[str, str, str], 
         if nic.mac:
             field = f"spec.interfaces[{index}].mac"
             yield field, ("mac", place, str(nic.mac)), f"MAC address {nic.mac}"
+
+
+def _is_only_read(stored: StoredObject | None) -> bool:
+    volume = stored.resource if stored is not None else None
+    return isinstance(volume, Volume) and volume.spec.access_mode is VolumeAccessMode.READ_ONLY_MANY
 
 
 def _check_referred(stored: StoredObject, field: str, found: Resource) -> None:
@@ -220,6 +251,54 @@ def _check_referred(stored: StoredObject, field: str, found: Resource) -> None:
             )
     if isinstance(found, Network) and isinstance(stored.resource, VirtualMachine):
         _check_address(stored, found, field)
+    if isinstance(found, Volume):
+        _check_reader(stored, found, field)
+    if isinstance(found, VolumeSnapshot) and isinstance(stored.resource, Volume):
+        _check_clone(stored, stored.resource, found)
+
+
+def _check_reader(stored: StoredObject, volume: Volume, field: str) -> None:
+    """A volume that many may read is written by none, so it has no snapshots either."""
+    if volume.spec.access_mode is not VolumeAccessMode.READ_ONLY_MANY:
+        return
+    if isinstance(stored.resource, VolumeSnapshot):
+        raise InvalidArgument(
+            f"volume {volume.metadata.name!r} is ReadOnlyMany: it never changes",
+            resource=stored.title,
+            field=field,
+            hint="use the volume itself",
+        )
+    if isinstance(stored.resource, VirtualMachine):
+        for index, disk in enumerate(stored.resource.spec.disks):
+            if disk.volume == volume.metadata.name and not disk.read_only:
+                raise InvalidArgument(
+                    f"volume {disk.volume!r} is ReadOnlyMany",
+                    resource=stored.title,
+                    field=f"spec.disks[{index}].readOnly",
+                    hint="write readOnly: true",
+                )
+
+
+def _check_clone(stored: StoredObject, clone: Volume, snapshot: VolumeSnapshot) -> None:
+    source = clone.spec.source
+    if source is None or snapshot.status is None or not snapshot.status.volumes:
+        return  # what it has is not known yet
+    parts = {part.volume: part for part in snapshot.status.volumes}
+    if source.snapshot_volume not in parts and (source.snapshot_volume or len(parts) > 1):
+        raise InvalidArgument(
+            f"{shown(source.snapshot_volume)} is not a volume of snapshot {source.snapshot}",
+            resource=stored.title,
+            field="spec.source.snapshotVolume",
+            hint=f"one of {', '.join(sorted(parts))}",
+        )
+    part = parts[source.snapshot_volume or next(iter(parts))]
+    if parse_bytes(clone.spec.size) < part.size_bytes:
+        raise InvalidArgument(
+            f"{shown(clone.spec.size)} is less than the snapshot's {part.size_bytes} bytes",
+            resource=stored.title,
+            field="spec.size",
+            hint=f"at least {format_bytes(part.size_bytes)}",
+        )
 
 
 def _check_address(stored: StoredObject, network: Network, field: str) -> None:

@@ -64,6 +64,30 @@ def _dependents(context: Context, owner: StoredObject) -> list[StoredObject]:
     ]
 
 
+async def taken_back(context: Context, uid: str) -> None:
+    """Let an object whose deletion was cancelled stay; that is a new generation."""
+    async with context.ledger.writing() as tables:
+        stored = tables.objects.get(uid)
+        if stored is None or not stored.deleting:
+            return
+        metadata = _replace(
+            stored.resource.metadata,
+            deletion_timestamp="",
+            generation=stored.resource.metadata.generation + 1,
+            resource_version=str(context.ledger.next_revision()),
+        )
+        kept = _replace(stored, resource=_replace(stored.resource, metadata=metadata))
+        if kept.snapshot_facts is not None:
+            facts = _replace(kept.snapshot_facts, cancelling=False)
+            kept = _replace(kept, snapshot_facts=facts)
+        operation = context.operations.current(uid)
+        message = "the deletion was cancelled"
+        await context.ledger.commit_held(
+            PutObject(object=kept),
+            *context.operations.ending_open(operation, OperationState.CANCELLED, message),
+        )
+
+
 def marked_deleting(stored: StoredObject, moment: str, revision: int) -> StoredObject:
     """Return the object with its deletion asked for; that is a new generation."""
     metadata = stored.resource.metadata

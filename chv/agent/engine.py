@@ -19,6 +19,7 @@ from chv.agent.actors import Reconciler, Worker, Workers
 from chv.agent.context import Context
 from chv.agent.image.imports import ImageImports
 from chv.agent.image.reconciler import ImageReconciler
+from chv.agent.keys import Keys
 from chv.agent.ledger import Ledger
 from chv.agent.mutations import Mutations
 from chv.agent.network.reconciler import NetworkReconciler
@@ -26,6 +27,7 @@ from chv.agent.ports import OnProgress, World
 from chv.agent.queries import VmAccess
 from chv.agent.records import FINAL_STATES, AgentStore, StoredObject
 from chv.agent.recovery import RecoveryReport, take_census
+from chv.agent.snapshot.reconciler import SnapshotReconciler
 from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.volume.reconciler import VolumeReconciler
 from chv.common.errors import DeadlineExceeded, NotFound
@@ -38,6 +40,7 @@ __all__ = ["Engine", "RecoveryReport", "VmAccess"]
 RECONCILERS: dict[str, Callable[[Context, str], Reconciler]] = {
     "VirtualMachine": VmReconciler,
     "Volume": VolumeReconciler,
+    "VolumeSnapshot": SnapshotReconciler,
     "Network": NetworkReconciler,
     "Image": ImageReconciler,
 }
@@ -54,6 +57,7 @@ class Engine:
         self._imports = ImageImports(
             self._context, self._mutations.apply, self._mutations.refuse_when_short
         )
+        self.keys = Keys(self._context)
         self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:
@@ -94,6 +98,14 @@ class Engine:
     async def act(self, request: api.ActOnVm) -> api.OperationReply:
         """Start, stop, restart or reset."""
         return await self._mutations.act(request)
+
+    async def act_on_volume(self, request: api.ActOnVolume) -> api.OperationReply:
+        """Check, repair, back up, restore, grow now."""
+        return await self._mutations.act_on_volume(request)
+
+    async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
+        """Ask for the end of an operation where that is safe."""
+        return await self._mutations.cancel(request)
 
     async def import_image(
         self, request: api.ImportImage, on_progress: OnProgress | None = None
@@ -204,8 +216,12 @@ class Engine:
         self._workers.wake(vm_uid)
 
     def notify_storage_event(self, event: StorageEvent) -> None:
-        """A storage daemon was lost or is back: look at that VM now."""
+        """A storage daemon was lost or is back, space is short, a job has ended: look there."""
         self._workers.wake(event.vm_id)
+        volume = self._context.stored(event.volume_id)
+        if volume is not None:
+            self._workers.wake(event.volume_id)
+            self._context.wake_referrers(volume)
 
     def notify_daemon_ready(self, name: str) -> None:
         """stord or nwd (or the node's readiness) came back: look at everything now."""

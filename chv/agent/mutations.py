@@ -17,14 +17,24 @@ from chv.agent.admission import Admitted, admit, ordered
 from chv.agent.admission_rules import check_delete
 from chv.agent.cascade import marked_deleting
 from chv.agent.context import Context
+from chv.agent.keys import exists
 from chv.agent.network.reconciler import topology
-from chv.agent.records import Change, PutObject, PutRequest, RequestRow, StoredObject
+from chv.agent.records import (
+    Change,
+    PutObject,
+    PutOperation,
+    PutRequest,
+    RequestRow,
+    StoredObject,
+)
 from chv.agent.verbs import acted
 from chv.agent.vm.desired import vm_of
+from chv.agent.volume.verbs import cancelled, requested, under_way, with_request
 from chv.common.errors import (
     ChvError,
     Conflict,
     InvalidArgument,
+    NotFound,
     ResourceExhausted,
 )
 from chv.common.wire import agent as api
@@ -35,6 +45,7 @@ from chv.common.wire.resources import (
     Network,
     Resource,
     VirtualMachine,
+    Volume,
 )
 from chv.guest.user_data import check_user_data
 
@@ -60,6 +71,7 @@ class Mutations:
         digest = _digest("apply", *map(encode, resources))
         await self._check_networks(resources)
         await self._check_user_data(resources)
+        self._check_keys(resources)
         ledger = self._context.ledger
         async with ledger.writing():
             known = await self._recorded(request.idempotency_key, digest)
@@ -109,6 +121,20 @@ class Mutations:
             except ChvError as error:
                 error.resource = f"Network {metadata.namespace}/{metadata.name}"
                 raise
+
+    def _check_keys(self, resources: list[Resource]) -> None:
+        """Refuse the name of a key that this node does not have."""
+        for resource in resources:
+            if not isinstance(resource, Volume) or resource.spec.encryption is None:
+                continue
+            metadata, name = resource.metadata, resource.spec.encryption.key
+            if not exists(self._context.world.layout, metadata.namespace, name):
+                raise InvalidArgument(
+                    f"there is no key {name!r} in namespace {metadata.namespace}",
+                    resource=f"Volume {metadata.namespace}/{metadata.name}",
+                    field="spec.encryption.key",
+                    hint=f"chv key create {name} -n {metadata.namespace}",
+                )
 
     async def _check_user_data(self, resources: list[Resource]) -> None:
         """Refuse now what would fail each start."""
@@ -225,6 +251,53 @@ class Mutations:
         reply = msgspec.json.decode(known.reply, type=api.OperationReply)
         operation = await self._context.ledger.operation(reply.operation.id)
         return api.OperationReply(operation=operation or reply.operation, joined=True)
+
+    # --- verbs on a volume
+
+    async def act_on_volume(self, request: api.ActOnVolume) -> api.OperationReply:
+        """Check, repair, back up, restore, grow now: an operation of its own beside the spec's."""
+        self._context.world.gate.check(request.verb.value)
+        digest = _digest("act", msgspec.json.encode(_replace(request, idempotency_key="")))
+        ledger = self._context.ledger
+        async with ledger.writing() as tables:
+            known = await self._recorded(request.idempotency_key, digest)
+            if known is not None:
+                return await self._replayed(known)
+            stored = queries.require(self._context, "Volume", request.namespace, request.name)
+            operation = self._context.operations.new(
+                request.verb.value, stored, request.requester, request.reason
+            )
+            wanted = requested(tables, stored, request, operation.id)
+            joined = under_way(stored, wanted)
+            if joined:
+                return api.OperationReply(operation=tables.operations[joined], joined=True)
+            await self.refuse_when_short()
+            reply = api.OperationReply(operation=operation)
+            await ledger.commit_held(
+                with_request(stored, wanted),
+                PutOperation(operation=operation),
+                *self._remember(request.idempotency_key, digest, reply),
+            )
+        self._workers.ensure(stored)
+        return reply
+
+    async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
+        """Ask for the end of an operation; that it has ended is seen on it."""
+        self._context.world.gate.check("cancel")
+        ledger = self._context.ledger
+        async with ledger.writing() as tables:
+            operation = await ledger.operation(request.operation_id)
+            if operation is None:
+                raise NotFound(f"there is no operation {request.operation_id!r}")
+            if operation.state is api.OperationState.CANCELLED:
+                return api.OperationReply(operation=operation, joined=True)
+            words = f"is being cancelled by {request.requester}"
+            if request.reason:
+                words += f": {request.reason}"
+            noted = _replace(operation, message=words)
+            await ledger.commit_held(cancelled(tables, operation), PutOperation(operation=noted))
+        self._context.wake(operation.uid)
+        return api.OperationReply(operation=noted)
 
     # --- idempotency keys
 

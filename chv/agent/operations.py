@@ -66,8 +66,20 @@ class Operations:
         outcome = "done" if state is OperationState.SUCCEEDED else "failed"
         return [*self._step_end(operation, outcome, ""), PutOperation(operation=ended)]
 
+    def ending_open(
+        self,
+        operation: Operation | None,
+        state: OperationState,
+        message: str = "",
+        error: ErrorData | None = None,
+    ) -> list[Change]:
+        """Return the changes that end an operation, none where it has ended or is not known."""
+        if operation is None or operation.state in FINAL_STATES:
+            return []
+        return self.ending(operation, state, message, error)
+
     def current(self, uid: str) -> Operation | None:
-        """Return the operation under way on an object."""
+        """Return the operation under way that makes an object as wanted."""
         return self._ledger.tables.active_operation(uid)
 
     async def require(self, stored: StoredObject, verb: str = "reconcile") -> Operation:
@@ -116,6 +128,16 @@ class Operations:
         async with self._ledger.writing():
             operation = self.current(uid)
             if operation is not None and operation.message != message:
+                noted = _replace(self._begun(operation), message=message)
+                await self._ledger.commit_held(PutOperation(operation=noted))
+
+    async def note_of(self, operation_id: str, message: str) -> None:
+        """Show a message on one operation, unless it has ended."""
+        async with self._ledger.writing() as tables:
+            operation = tables.operations.get(operation_id)
+            if operation is None or operation.state in FINAL_STATES:
+                return
+            if message and operation.message != message:
                 noted = _replace(self._begun(operation), message=message)
                 await self._ledger.commit_held(PutOperation(operation=noted))
 

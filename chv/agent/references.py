@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
-from chv.common.wire.resources import Resource, VirtualMachine, Volume
+from chv.common.wire.resources import (
+    CloneModeName,
+    Resource,
+    VirtualMachine,
+    Volume,
+    VolumeSnapshot,
+)
 
 Key = tuple[str, str, str]  # kind, namespace, name
 
@@ -24,9 +30,10 @@ def references(resource: Resource) -> list[Reference]:
     match resource:
         case VirtualMachine():
             return _of_vm(resource)
-        case Volume(spec=spec) if spec.source is not None:
-            key = ("Image", resource.metadata.namespace, spec.source.image)
-            return [Reference("spec.source.image", key)]
+        case Volume():
+            return _of_volume(resource)
+        case VolumeSnapshot():
+            return _of_snapshot(resource)
         case _:
             return []
 
@@ -54,3 +61,33 @@ def _of_vm(vm: VirtualMachine) -> list[Reference]:
         key = ("Network", namespace, interface.network)
         found.append(Reference(f"spec.interfaces[{index}].network", key))
     return found
+
+
+def _of_volume(volume: Volume) -> list[Reference]:
+    """A full copy needs its snapshot no longer once it is made; a linked clone always does."""
+    namespace, source = volume.metadata.namespace, volume.spec.source
+    if source is None:
+        return []
+    if source.image:
+        return [Reference("spec.source.image", ("Image", namespace, source.image))]
+    if source.snapshot and not (source.mode is CloneModeName.FULL and _is_made(volume)):
+        key = ("VolumeSnapshot", namespace, source.snapshot)
+        return [Reference("spec.source.snapshot", key)]
+    return []
+
+
+def _is_made(volume: Volume) -> bool:
+    status = volume.status
+    return status is not None and status.phase in ("Ready", "Attached", "Deleting")
+
+
+def _of_snapshot(snapshot: VolumeSnapshot) -> list[Reference]:
+    """Once it is taken it needs its volumes, and the VM no more."""
+    namespace, spec = snapshot.metadata.namespace, snapshot.spec
+    if spec.volume:
+        return [Reference("spec.volume", ("Volume", namespace, spec.volume))]
+    if snapshot.status is not None and snapshot.status.volumes:
+        names = [part.volume for part in snapshot.status.volumes]
+        return [Reference("spec.virtualMachine", ("Volume", namespace, name)) for name in names]
+    key = ("VirtualMachine", namespace, spec.virtual_machine)
+    return [Reference("spec.virtualMachine", key)]

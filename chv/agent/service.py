@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -25,12 +24,13 @@ from chv.agent.seeds import Seeds
 from chv.agent.vmms import Vmms
 from chv.common.clock import boot_id
 from chv.common.config import Config
-from chv.common.errors import FailedPrecondition, InvalidArgument, Unsupported
+from chv.common.errors import FailedPrecondition, InvalidArgument
 from chv.common.ids import short_uid
 from chv.common.layout import Layout
-from chv.common.rpc import CallContext, Method, Server, WithFds
+from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent as api
 from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, OpenGuestConnection
+from chv.common.wire.stord import GET_METRICS, LIST_JOBS, JobsReply, StorageMetrics
 from chv.common.wire.types import (
     CENSUS,
     HELLO,
@@ -92,16 +92,13 @@ class Service:
         server.add(api.OPEN_UPLOAD, self.open_upload)
         server.add(api.FINISH_UPLOAD, self.finish_upload)
         server.add(api.COLLECT_IMAGES, engine.collect_images)
-        for method in (
-            api.ACT_ON_VOLUME,
-            api.CANCEL_OPERATION,
-            api.PUT_KEY,
-            api.DELETE_KEY,
-            api.LIST_KEYS,
-            api.GET_STORAGE_METRICS,
-            api.LIST_JOBS,
-        ):
-            server.add(method, _not_there(method))
+        server.add(api.ACT_ON_VOLUME, engine.act_on_volume)
+        server.add(api.CANCEL_OPERATION, engine.cancel)
+        server.add(api.PUT_KEY, engine.keys.put)
+        server.add(api.DELETE_KEY, engine.keys.delete)
+        server.add(api.LIST_KEYS, engine.keys.list_all)
+        server.add(api.GET_STORAGE_METRICS, self.storage_metrics)
+        server.add(api.LIST_JOBS, self.storage_jobs)
 
     async def get_object(self, request: api.ObjectRef) -> api.ObjectReply:
         """One object, from memory."""
@@ -145,6 +142,14 @@ class Service:
         self._parts.node.reset()
         self._parts.daemons.reset()
         return Done()
+
+    async def storage_metrics(self, request: Empty) -> StorageMetrics:
+        """What stord counts, and what nobody does."""
+        return await self._parts.daemons.link("stord").call(GET_METRICS, request)
+
+    async def storage_jobs(self, request: Empty) -> JobsReply:
+        """Jobs of stord under way, and the last ones that ended."""
+        return await self._parts.daemons.link("stord").call(LIST_JOBS, request)
 
     async def open_guest(self, request: api.OpenGuest) -> WithFds[api.OpenGuestReply]:
         """Connect into the guest; the socket goes to the caller and no byte passes us."""
@@ -264,15 +269,6 @@ class Service:
     def _vm_uids(self) -> set[str]:
         items = self._engine.list(api.ListObjects(kind="VirtualMachine")).items
         return {msgspec.json.decode(item)["metadata"]["uid"] for item in items}
-
-
-def _not_there(method: Method[Any, Any]) -> Any:
-    """TEMPORARY while the storage work lands: every handler replaces its own line."""
-
-    async def refuse(_request: Any) -> Any:
-        raise Unsupported(f"{method.name} is not there yet")
-
-    return refuse
 
 
 def _teller(context: CallContext, step: str) -> OnProgress:

@@ -60,18 +60,24 @@ class SimpleReconciler:
         self, stored: StoredObject, name: str, act: Callable[[str], Awaitable[None]]
     ) -> None:
         """Journal a step and do it; `act` gets the operation's id."""
+        operation = await self._context.operations.require(stored)
+        await self.step(operation.id, name, act)
+
+    async def step(
+        self, operation_id: str, name: str, act: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Journal a step of one operation and do it."""
         operations = self._context.operations
-        operation = await operations.require(stored)
-        await operations.begin_step(operation.id, name)
+        await operations.begin_step(operation_id, name)
         failure: ChvError | None = None
         try:
-            await act(operation.id)
+            await act(operation_id)
         except ChvError as error:
             failure = error
         except TimeoutError:
             failure = OutcomeUnknown("a step took too long")
         if failure is not None:
-            await operations.fail_step(operation.id, failure)
+            await operations.fail_step(operation_id, failure)
             raise failure
 
     async def settle(self, message: str) -> None:
@@ -82,6 +88,11 @@ class SimpleReconciler:
         """Show what is waited for."""
         await self._context.operations.note(self._uid, message)
         await self._expire()
+
+    async def progress(self, message: str) -> None:
+        """Show how far something is that may take hours."""
+        self._since = ("", 0.0)
+        await self._context.operations.note(self._uid, message)
 
     async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:
         """Show the error; a final one ends the operation."""

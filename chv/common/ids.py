@@ -45,6 +45,11 @@ class Ids:
         return self._random.uniform(low, high)
 
 
+def passphrase() -> str:
+    """Return 32 random bytes as text, for an encryption key; never reproducible."""
+    return secrets.token_hex(32)
+
+
 def short_uid(uid: str) -> str:
     """Return the first 10 hexadecimal digits of a UUID, for names with a tight length limit."""
     return uid.replace("-", "")[:SHORT_UID_LENGTH]

@@ -1,6 +1,7 @@
-"""One pass over a Volume: open it in stord, let it grow, delete it once nobody refers to it.
+"""One pass over a Volume: open it in stord as wanted, tend moves and verbs, delete it at the end.
 
-A volume that exists is never made anew: what is missing or broken is told, not hidden.
+A volume that exists is never made anew: what is missing or broken is told, not hidden. A verb
+(`requests`) goes on beside the spec: neither waits for the other unless stord says so.
 """
 
 from __future__ import annotations
@@ -10,25 +11,46 @@ import msgspec
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.cascade import finish_delete
 from chv.agent.conditions import condition, merge
+from chv.agent.context import Context
 from chv.agent.records import StoredObject
 from chv.agent.references import referrers
 from chv.agent.simple import SimpleReconciler
-from chv.common.errors import DataLoss, NotFound
+from chv.agent.volume.jobs import POLL_S, cancel_job, find_job, progress_of
+from chv.agent.volume.move import Mover
+from chv.agent.volume.requests import Requests
+from chv.agent.volume.source import Unready, resolve
+from chv.agent.volume.view import conditions, phase, volume_status
+from chv.agent.volume.wish import (
+    Source,
+    at_the_place_of,
+    backend_of,
+    key_name,
+    same_place,
+    with_the_source_of,
+)
+from chv.common.errors import Conflict, DataLoss, NotFound, OutcomeUnknown, from_data
 from chv.common.failpoint import failpoint
-from chv.common.quantity import parse_bytes
 from chv.common.wire import stord
-from chv.common.wire.resources import Condition, ImageStatus, Volume, VolumeStatus
+from chv.common.wire.agent import OperationState
+from chv.common.wire.resources import Condition, Volume, VolumeStatus
+from chv.common.wire.stord import JobState
 
 LOST = ("missing", "broken")
+BUSY = Waiting(2.0)  # stord does something else with the volume
 FAILPOINTS = tuple(
     f"agent.volume.{name}.{moment}"
-    for name in ("open", "close", "delete")
+    for name in ("open", "close", "delete", "move", "verb")
     for moment in ("before", "after")
 )
 
 
 class VolumeReconciler(SimpleReconciler):
     """The reconciler of one volume."""
+
+    def __init__(self, context: Context, uid: str) -> None:
+        super().__init__(context, uid)
+        self._requests = Requests(context, uid)
+        self._mover = Mover(context, uid, self.step)
 
     async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
@@ -37,66 +59,112 @@ class VolumeReconciler(SimpleReconciler):
         self._context.looked_at(self._uid)
         if stored.deleting:
             return await self._delete(stored, seen)
-        volume = _volume(stored)
         if seen is not None and seen.state in LOST:
+            await self._requests.give_up(stored, f"the volume is {seen.state}")
             raise DataLoss(f"the volume is {seen.state}: {seen.last_error}", resource=stored.title)
-        behind = seen is None or seen.generation < volume.metadata.generation
-        if behind or (seen is not None and seen.state != "open"):
-            return await self._open(stored, volume)
-        assert seen is not None
-        await self._show(stored, seen, condition("Ready", True, "Open", evidence=seen.path))
-        await self.settle("open")
-        return Done()
+        waits = await self._requests.tend(stored, seen) if seen is not None else False
+        outcome = await self._as_wanted(stored, seen)
+        return Waiting(POLL_S) if waits and isinstance(outcome, Done) else outcome
 
-    async def _open(self, stored: StoredObject, volume: Volume) -> Outcome:
-        source = self._source(volume)
-        if volume.spec.source is not None and source is None:
-            message = f"waits for image {volume.spec.source.image}"
-            await self.wait(message)
-            await self._show(stored, None, condition("Ready", False, "ImageNotReady", message))
+    async def _as_wanted(self, stored: StoredObject, seen: stord.VolumeInfo | None) -> Outcome:
+        volume = _volume(stored)
+        if seen is not None and seen.state == "creating" and seen.job:
+            return await self._creating(stored, seen)
+        if seen is None or not _is_open(seen, volume):
+            return await self._open(stored, volume, seen)
+        moved = await self._mover.tend(stored, seen, backend_of(volume, None))
+        if isinstance(moved, Again):
+            return moved
+        progress = await self._progress(seen)
+        ready = condition("Ready", True, "Open", self._mover.problem(stored), evidence=seen.path)
+        if progress:
+            ready = msgspec.structs.replace(ready, message=progress)
+        await self._show(stored, seen, ready, progress)
+        if moved is not None:
+            await self.progress(progress or "waits for the move")
+            return moved
+        await self.settle(self._mover.problem(stored) or "open")
+        return Waiting(POLL_S) if seen.job else Done()
+
+    async def _progress(self, seen: stord.VolumeInfo) -> str:
+        return progress_of(await find_job(self._context, seen.job)) if seen.job else ""
+
+    # --- create and change
+
+    async def _creating(self, stored: StoredObject, seen: stord.VolumeInfo) -> Outcome:
+        progress = await self._progress(seen) or "is being made"
+        await self.progress(progress)
+        ready = condition("Ready", False, "Creating", progress)
+        await self._show(stored, seen, ready, progress)
+        return Waiting(POLL_S)
+
+    async def _open(
+        self, stored: StoredObject, volume: Volume, seen: stord.VolumeInfo | None
+    ) -> Outcome:
+        asked = seen is not None and seen.generation >= volume.metadata.generation
+        if seen is not None and seen.job and asked:  # stord is at it, with another key perhaps
+            return await self._busy(stored, seen)
+        source = resolve(self._context.ledger.tables, volume) if _is_new(seen) else None
+        if isinstance(source, Unready):
+            await self.wait(source.message)
+            await self._show(stored, seen, condition("Ready", False, source.reason, source.message))
             return Waiting(30.0)
+        await self._refuse_failed_job()
+        backend = _wanted(volume, source, seen)
 
         async def act(operation_id: str) -> None:
             await failpoint("agent.volume.open.before")
             request = stord.OpenVolume(
                 meta=self._context.meta(operation_id, volume.metadata.generation),
                 volume_id=self._uid,
-                backend=stord.VolumeBackend(
-                    class_name=stord.VolumeClass(volume.spec.class_.value),
-                    format=stord.VolumeFormat(volume.spec.format.value),
-                    size_bytes=parse_bytes(volume.spec.size, field="spec.size"),
-                    source=source,
-                ),
+                backend=backend,
+                client=_client(self._context, self._uid),
             )
             await self._context.stord.call(stord.OPEN_VOLUME, request)
             await failpoint("agent.volume.open.after")
 
-        await self.effect(stored, "open", act)
-        return Again()
+        try:
+            await self.effect(stored, "open", act)
+        except Conflict:
+            if seen is None or not seen.job:
+                raise
+            return await self._busy(stored, seen)
+        return BUSY if asked and seen is not None and seen.state == "open" else Again()
 
-    def _source(self, volume: Volume) -> stord.VolumeSource | None:
-        if volume.spec.source is None:
-            return None
-        tables = self._context.ledger.tables
-        image = tables.find("Image", volume.metadata.namespace, volume.spec.source.image)
-        status = image.resource.status if image is not None else None
-        if not isinstance(status, ImageStatus) or status.phase != "Ready" or status.disk is None:
-            return None
-        return stord.VolumeSource(
-            path=status.disk.path,
-            sha256=status.disk.sha256,
-            format=stord.VolumeFormat(status.disk.format),
+    async def _busy(self, stored: StoredObject, seen: stord.VolumeInfo) -> Outcome:
+        progress = await self._progress(seen)
+        await self.progress(f"waits for {progress or 'a job'}")
+        await self._show(stored, seen, condition("Ready", True, "Busy", progress), progress)
+        return BUSY
+
+    async def _refuse_failed_job(self) -> None:
+        """End an operation whose job has failed: the next try is another operation, another job."""
+        operation_id = self._context.operations.current_id(self._uid)
+        job = await find_job(self._context, operation_id) if operation_id else None
+        if job is None or job.state not in (JobState.FAILED, JobState.CANCELLED):
+            return
+        error = from_data(job.error) if job.error is not None else OutcomeUnknown("the job ended")
+        await self._context.operations.end(
+            operation_id, OperationState.FAILED, str(error), error.data()
         )
+        raise error
+
+    # --- delete
 
     async def _delete(self, stored: StoredObject, seen: stord.VolumeInfo | None) -> Outcome:
+        await self._requests.give_up(stored, "the volume is deleted")
         holders = referrers(self._context.ledger.tables, stored.key)
-        if holders or (seen is not None and seen.attached_to):
+        if holders or (seen is not None and (seen.attached_to or seen.readers)):
             names = ", ".join(holder.title for holder in holders) or "a VM that is being stopped"
             await self.wait(f"waits until {names} lets go of it")
             await self._show(
                 stored, seen, condition("Ready", False, "Deleting", f"held by {names}")
             )
             return Waiting(10.0)
+        if seen is not None and seen.job:
+            await cancel_job(self._context, seen.job)
+            await self.progress(f"waits for the end of {await self._progress(seen) or seen.job}")
+            return BUSY
         if seen is not None:
             await self.effect(
                 stored, "close", lambda operation_id: self._close(stored, operation_id)
@@ -129,36 +197,35 @@ class VolumeReconciler(SimpleReconciler):
             meta=self._context.meta(operation_id, generation), volume_id=self._uid
         )
 
+    # --- status
+
     async def show_error(self, stored: StoredObject, ready: Condition, *, permanent: bool) -> None:
-        """Publish a status that shows the error."""
+        """Publish a status that shows the error; what was known of the volume stays."""
         before = _volume(stored).status or VolumeStatus()
-        phase = "Failed" if permanent else before.phase
-        await self._publish(stored, msgspec.structs.replace(before, phase=phase), ready)
+        shown = "Failed" if permanent else before.phase
+        others = [each for each in before.conditions if each.type != "Ready"]
+        await self._publish(stored, msgspec.structs.replace(before, phase=shown), [ready, *others])
 
     async def _show(
-        self, stored: StoredObject, seen: stord.VolumeInfo | None, ready: Condition
+        self,
+        stored: StoredObject,
+        seen: stord.VolumeInfo | None,
+        ready: Condition,
+        progress: str = "",
     ) -> None:
-        status = VolumeStatus(phase=_phase(stored, seen))
-        if seen is not None:
-            status = msgspec.structs.replace(
-                status,
-                size_bytes=seen.size_bytes,
-                allocated_bytes=seen.allocated_bytes,
-                attached_to=self._name_of(seen.attached_to),
-            )
-        await self._publish(stored, status, ready)
+        status = volume_status(self._context.ledger.tables, stored, seen, progress)
+        await self._publish(stored, status, conditions(seen, ready))
 
-    def _name_of(self, vm_uid: str) -> str:
-        vm = self._context.stored(vm_uid) if vm_uid else None
-        return f"{vm.key[1]}/{vm.key[2]}" if vm is not None else vm_uid
-
-    async def _publish(self, stored: StoredObject, status: VolumeStatus, ready: Condition) -> None:
+    async def _publish(
+        self, stored: StoredObject, status: VolumeStatus, now: list[Condition]
+    ) -> None:
         generation = stored.resource.metadata.generation
         before = _volume(stored).status
         earlier = before.conditions if before is not None else []
-        conditions = merge(earlier, [ready], generation, self._context.now())
         shown = msgspec.structs.replace(
-            status, observed_generation=generation, conditions=conditions
+            status,
+            observed_generation=generation,
+            conditions=merge(earlier, now, generation, self._context.now()),
         )
         await self._context.publish(stored, shown)
 
@@ -168,9 +235,32 @@ def _volume(stored: StoredObject) -> Volume:
     return stored.resource
 
 
-def _phase(stored: StoredObject, seen: stord.VolumeInfo | None) -> str:
-    if stored.deleting:
-        return "Deleting"
-    if seen is None:
-        return "Pending"
-    return "Attached" if seen.attached_to else "Ready"
+def _is_new(seen: stord.VolumeInfo | None) -> bool:
+    return seen is None or seen.backend is None or seen.state == "creating"
+
+
+def _is_open(seen: stord.VolumeInfo, volume: Volume) -> bool:
+    """Tell whether stord has the volume open in its newest form, but perhaps at an older place."""
+    current = seen.generation >= volume.metadata.generation and seen.state == "open"
+    return current and seen.encryption_key in ("", key_name(volume))
+
+
+def _wanted(
+    volume: Volume, source: Source | None, seen: stord.VolumeInfo | None
+) -> stord.VolumeBackend:
+    """Return what stord is asked for: what a volume was made from and where it is stay, for now."""
+    wanted = backend_of(volume, source)
+    if seen is None or seen.backend is None or seen.state == "creating":
+        return wanted
+    if same_place(wanted, seen.backend):
+        return with_the_source_of(wanted, seen.backend)
+    return at_the_place_of(wanted, seen.backend)
+
+
+def _client(context: Context, volume_uid: str) -> stord.VmmClient:
+    """Return the VMM that is connected to the volume's export."""
+    del context, volume_uid
+    return stord.VmmClient.NONE
+
+
+__all__ = ["FAILPOINTS", "VolumeReconciler", "phase"]

@@ -21,17 +21,15 @@ from chv.common.wire.resources import (
     VirtualMachine,
     VirtualMachineSpec,
     Volume,
-    VolumeSpec,
+    VolumeSnapshot,
 )
+from chv.common.wire.volume_rules import check_snapshot, check_volume
 
 MEMORY_BYTES_MIN = 16 << 20
 MEMORY_BYTES_MAX = 1 << 40
-VOLUME_BYTES_MIN = 1 << 20
-VOLUME_BYTES_MAX = 1 << 46
 SUBNET_PREFIX_MIN = 8
 SUBNET_PREFIX_MAX = 29  # gateway and a few guests
 SHUTDOWN_S_MAX = 3600.0
-SECTOR_BYTES = 512
 
 
 def check(resource: Resource) -> None:
@@ -40,7 +38,9 @@ def check(resource: Resource) -> None:
         case VirtualMachine(spec=vm):
             _check_vm(vm)
         case Volume(spec=volume):
-            _check_volume(volume)
+            check_volume(volume)
+        case VolumeSnapshot(spec=snapshot):
+            check_snapshot(snapshot)
         case Network(spec=network):
             _check_network(network)
         case Image(spec=image):
@@ -131,21 +131,7 @@ def _refuse_twice(field: str, values: Iterable[str], part: str = "") -> None:
         seen.add(value)
 
 
-# --- Volume, Network, Image
-
-
-def _check_volume(spec: VolumeSpec) -> None:
-    size = parse_bytes(spec.size, field="spec.size")
-    if not VOLUME_BYTES_MIN <= size <= VOLUME_BYTES_MAX:
-        raise InvalidArgument(
-            f"{shown(spec.size)} is out of range", field="spec.size", hint="1Mi to 64Ti"
-        )
-    if size % SECTOR_BYTES:
-        raise InvalidArgument(
-            f"{shown(spec.size)} is not a multiple of {SECTOR_BYTES} bytes",
-            field="spec.size",
-            hint="use Ki, Mi or Gi",
-        )
+# --- Network, Image
 
 
 def _check_network(spec: NetworkSpec) -> None:

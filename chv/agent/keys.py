@@ -1,0 +1,188 @@
+"""Encryption keys: files of this node, written whole or not at all, and never read back.
+
+`<namespace>/<name>` is `keys/<namespace>/<name>`, 0600 in 0700 directories. What is in a file is
+the passphrase, byte for byte: text, since QEMU takes nothing else. It is in no store, log, reply
+or error. A key that a volume needs, or may need, is not deleted.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from datetime import UTC, datetime
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from chv.agent.context import Context
+from chv.agent.records import StoredObject
+from chv.common import logs
+from chv.common.clock import timestamp
+from chv.common.errors import AlreadyExists, InUse, InvalidArgument, NotFound
+from chv.common.files import (
+    atomic_create,
+    ensure_dir,
+    remove_temporaries,
+    resolve_inside,
+    sync_directory,
+)
+from chv.common.ids import passphrase
+from chv.common.layout import Layout
+from chv.common.wire import agent as api
+from chv.common.wire import stord
+from chv.common.wire.resources import Volume
+from chv.common.wire.types import Done, Empty
+
+log = logs.get(__name__)
+
+KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 4096
+
+
+class Keys:
+    """The keys of this node."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._layout = context.world.layout
+        self._lock = anyio.Lock()  # a writer tidies up after those that were killed
+
+    async def put(self, request: api.PutKey) -> api.KeyInfo:
+        """Make a key; AlreadyExists where the name was given before."""
+        value = _decoded(request.key) if request.key else passphrase().encode()
+        async with self._lock:
+            await anyio.to_thread.run_sync(
+                _write, self._layout.keys, request.namespace, request.name, value
+            )
+        log.info(
+            "agent.key.created",
+            key=f"{request.namespace}/{request.name}",
+            requester=request.requester,
+        )
+        return self._info(request.namespace, request.name)
+
+    async def delete(self, request: api.DeleteKey) -> Done:
+        """Destroy a key that no volume needs."""
+        name = f"{request.namespace}/{request.name}"
+        # What stord has counts as well: a rotation may be half-way.
+        listed = (await self._context.volumes.fresh()).volumes
+        async with self._context.ledger.writing():
+            users = self._users(request.namespace, request.name)
+            users += self._rotating(request.namespace, listed, name)
+            if users:
+                words = ", ".join(sorted(set(users)))
+                raise InUse(
+                    f"volume {words} needs it, or may until its rotation is done",
+                    resource=f"key {name}",
+                    hint="give the volume another key, or delete it",
+                )
+            await anyio.to_thread.run_sync(
+                _remove, self._layout.keys, request.namespace, request.name
+            )
+        log.info("agent.key.deleted", key=name, requester=request.requester)
+        return Done()
+
+    async def list_all(self, request: Empty) -> api.KeysReply:
+        """Return every key by name."""
+        found = await anyio.to_thread.run_sync(_names, self._layout.keys)
+        return api.KeysReply(keys=[self._info(namespace, name) for namespace, name in found])
+
+    def _info(self, namespace: str, name: str) -> api.KeyInfo:
+        path = self._layout.keys / namespace / name
+        try:
+            changed = path.lstat().st_mtime
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no key {namespace}/{name}") from error
+        return api.KeyInfo(
+            name=name,
+            namespace=namespace,
+            created_at=timestamp(datetime.fromtimestamp(changed, UTC)),
+            used_by=self._users(namespace, name),
+        )
+
+    def _users(self, namespace: str, name: str) -> list[str]:
+        volumes = self._context.ledger.tables.of_kind("Volume")
+        return [stored.key[2] for stored in volumes if _names_key(stored, namespace, name)]
+
+    def _rotating(self, namespace: str, listed: list[stord.VolumeInfo], key_name: str) -> list[str]:
+        """Return the volumes of a namespace that are not, or not yet, at the key they name."""
+        found = []
+        seen = {info.volume_id: info for info in listed}
+        for stored in self._context.ledger.tables.of_kind("Volume"):
+            volume, info = stored.resource, seen.get(stored.uid)
+            assert isinstance(volume, Volume)
+            if stored.key[1] != namespace or volume.spec.encryption is None:
+                continue
+            settled = info is not None and info.encryption_key == (
+                f"{namespace}/{volume.spec.encryption.key}"
+            )
+            if not settled or (info is not None and info.encryption_key == key_name):
+                found.append(stored.key[2])
+        found += [info.volume_id for info in listed if info.encryption_key == key_name]
+        return found
+
+
+def exists(layout: Layout, namespace: str, name: str) -> bool:
+    """Tell whether there is a key of that name."""
+    return (layout.keys / namespace / name).is_file()
+
+
+def _names_key(stored: StoredObject, namespace: str, name: str) -> bool:
+    volume = stored.resource
+    if not isinstance(volume, Volume) or stored.key[1] != namespace:
+        return False
+    wanted = volume.spec.encryption is not None and volume.spec.encryption.key == name
+    return wanted or (volume.status is not None and volume.status.encryption_key == name)
+
+
+def _decoded(text: str) -> bytes:
+    """Return the passphrase; an error has nothing of it."""
+    try:
+        value = base64.b64decode(text, validate=True)
+        value.decode()
+    except (binascii.Error, UnicodeDecodeError):
+        value = b""
+    if not value or b"\0" in value:
+        raise InvalidArgument(
+            "it is not base64 of UTF-8 text",
+            field="key",
+            hint="leave it empty to have one made at random",
+        )
+    if not KEY_BYTES_MIN <= len(value) <= KEY_BYTES_MAX:
+        raise InvalidArgument(
+            f"it has {len(value)} bytes", field="key", hint=f"{KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+        )
+    return value
+
+
+def _write(keys: Path, namespace: str, name: str, value: bytes) -> None:
+    ensure_dir(keys, mode=0o700)
+    directory = keys / namespace
+    ensure_dir(directory, mode=0o700)
+    remove_temporaries(directory)
+    path = resolve_inside(keys, f"{namespace}/{name}")
+    if not atomic_create(path, value, mode=0o600):
+        raise AlreadyExists(
+            f"there is a key {namespace}/{name}",
+            resource=f"key {namespace}/{name}",
+            hint="a name is used once: take another",
+        )
+
+
+def _remove(keys: Path, namespace: str, name: str) -> None:
+    path = resolve_inside(keys, f"{namespace}/{name}")
+    try:
+        path.unlink()
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no key {namespace}/{name}") from error
+    sync_directory(path.parent)
+
+
+def _names(keys: Path) -> list[tuple[str, str]]:
+    if not keys.is_dir():
+        return []
+    return sorted(
+        (path.parent.name, path.name)
+        for path in keys.glob("*/*")
+        if path.is_file() and not path.name.startswith(".")
+    )

@@ -1,0 +1,1 @@
+"""Snapshots: taken once, shown, deleted by stord."""

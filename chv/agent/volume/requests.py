@@ -1,0 +1,205 @@
+"""Verbs on a volume: begun once under the id of their operation, watched, cancelled, ended.
+
+A verb is done at most once: what its job (or its call) came to ends the operation and clears the
+request in one transaction. Only what certainly was not done, or may be done twice without harm,
+is asked for again. A restore is: no VM starts on the volume while one is recorded.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from chv.agent.context import Context
+from chv.agent.records import Change, PutFacts, StoredObject, VolumeFacts, VolumeRequest
+from chv.agent.volume.jobs import cancel_job, find_job, progress_of, result_of
+from chv.common.errors import (
+    Cancelled,
+    ChvError,
+    Conflict,
+    DeadlineExceeded,
+    ErrorData,
+    FailedPrecondition,
+    OutcomeUnknown,
+    Unavailable,
+)
+from chv.common.failpoint import failpoint
+from chv.common.rpc import Method
+from chv.common.wire import stord
+from chv.common.wire.agent import OperationState, VolumeVerb
+from chv.common.wire.stord import JobInfo, JobState
+
+AGAIN = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict)
+WAIT_S_MAX = 900.0  # for whatever is in the way of its beginning
+
+_replace = msgspec.structs.replace
+
+
+class Requests:
+    """The verb under way on one volume."""
+
+    def __init__(self, context: Context, uid: str) -> None:
+        self._context = context
+        self._uid = uid
+        self._since: tuple[str, float] = ("", 0.0)
+
+    async def tend(self, stored: StoredObject, seen: stord.VolumeInfo) -> bool:
+        """Make one pass; True: something is under way, look again soon."""
+        request = _request(stored)
+        if request is None:
+            return False
+        try:
+            return await self._tend(stored, request, seen)
+        except AGAIN as error:
+            await self._note(request, f"tries again: {error.message}")
+            return not await self._expired(request, error)
+        except ChvError as error:
+            await self._end(request, OperationState.FAILED, str(error), error.data())
+            return False
+
+    async def give_up(self, stored: StoredObject, why: str) -> None:
+        """The verb can no longer be done."""
+        request = _request(stored)
+        if request is not None:
+            await cancel_job(self._context, request.operation_id)
+            error = FailedPrecondition(why, resource=stored.title)
+            await self._end(request, OperationState.FAILED, why, error.data())
+
+    async def _tend(
+        self, stored: StoredObject, request: VolumeRequest, seen: stord.VolumeInfo
+    ) -> bool:
+        match VolumeVerb(request.verb):
+            case VolumeVerb.RESTORE:
+                return await self._restore(stored, request)
+            case VolumeVerb.GROW_NOW:
+                return await self._grow(stored, request, seen)
+            case _:
+                return await self._job(stored, request)
+
+    # --- check, repair, backup: a job
+
+    async def _job(self, stored: StoredObject, request: VolumeRequest) -> bool:
+        job = await find_job(self._context, request.operation_id)
+        if job is None and request.cancelling:
+            await self._end(request, OperationState.CANCELLED, "before it had begun")
+            return False
+        if job is None:
+            await self._begin(stored, request)
+            return True
+        if job.state is not JobState.RUNNING:
+            await self._finish(request, job)
+            return False
+        if request.cancelling:
+            await cancel_job(self._context, job.job_id)
+        await self._note(request, progress_of(job))
+        return True
+
+    async def _begin(self, stored: StoredObject, request: VolumeRequest) -> None:
+        meta = self._context.meta(request.operation_id, stored.resource.metadata.generation)
+        if request.verb == VolumeVerb.BACKUP.value:
+            backup = stord.BackupVolume(
+                meta=meta,
+                volume_id=self._uid,
+                target=request.target,
+                incremental=request.incremental,
+                bps_max=request.bps_max,
+            )
+            await self._step(request, stord.BACKUP_VOLUME, backup)
+            return
+        repair = request.verb == VolumeVerb.REPAIR.value
+        check = stord.CheckVolume(meta=meta, volume_id=self._uid, repair=repair)
+        await self._step(request, stord.CHECK_VOLUME, check)
+
+    async def _finish(self, request: VolumeRequest, job: JobInfo) -> None:
+        if job.state is JobState.DONE:
+            await self._end(request, OperationState.SUCCEEDED, result_of(job))
+            return
+        error = job.error or Cancelled("the job was cancelled").data()
+        cancelled = job.state is JobState.CANCELLED
+        state = OperationState.CANCELLED if cancelled else OperationState.FAILED
+        await self._end(request, state, error.message, error)
+
+    # --- restore
+
+    async def _restore(self, stored: StoredObject, request: VolumeRequest) -> bool:
+        snapshot = stord.SnapshotRef(
+            meta=self._context.meta(request.operation_id, stored.resource.metadata.generation),
+            volume_id=self._uid,
+            snapshot_id=request.snapshot,
+        )
+        await self._step(request, stord.RESTORE_SNAPSHOT, snapshot)
+        name = self._context.stored(request.snapshot)
+        words = f"as in {name.title}" if name is not None else "done"
+        await self._end(request, OperationState.SUCCEEDED, words)
+        return False
+
+    # --- grow now: the VM's plan does it, this is how it is seen to be done
+
+    async def _grow(
+        self, stored: StoredObject, request: VolumeRequest, seen: stord.VolumeInfo
+    ) -> bool:
+        if not seen.pending_size_bytes and seen.generation >= stored.resource.metadata.generation:
+            await self._end(
+                request, OperationState.SUCCEEDED, f"the guest sees {seen.size_bytes} bytes"
+            )
+            return False
+        self._context.wake_referrers(stored)
+        await self._note(request, "waits for the guest to let go of the disk")
+        return not await self._expired(request, DeadlineExceeded("the guest kept the disk"))
+
+    # --- journal
+
+    async def _step(
+        self,
+        request: VolumeRequest,
+        method: Method[msgspec.Struct, msgspec.Struct] | object,
+        params: msgspec.Struct,
+    ) -> None:
+        await self._context.operations.begin_step(request.operation_id, request.verb)
+        await failpoint("agent.volume.verb.before")
+        failure: ChvError | None = None
+        try:
+            await self._context.stord.call(method, params)  # type: ignore[arg-type]
+        except ChvError as error:
+            failure = error
+        if failure is not None:
+            await self._context.operations.fail_step(request.operation_id, failure)
+            raise failure
+        await failpoint("agent.volume.verb.after")
+
+    async def _note(self, request: VolumeRequest, message: str) -> None:
+        await self._context.operations.note_of(request.operation_id, message)
+
+    async def _expired(self, request: VolumeRequest, error: ChvError) -> bool:
+        """End a verb that does not come to anything; True: it has ended."""
+        now = self._context.world.clock.monotonic()
+        if self._since[0] != request.operation_id:
+            self._since = (request.operation_id, now)
+        if now - self._since[1] < WAIT_S_MAX:
+            return False
+        message = f"no success within {WAIT_S_MAX:.0f} s: {error.message}"
+        await self._end(request, OperationState.FAILED, message, error.data())
+        return True
+
+    async def _end(
+        self,
+        request: VolumeRequest,
+        state: OperationState,
+        message: str,
+        error: ErrorData | None = None,
+    ) -> None:
+        ledger = self._context.ledger
+        async with ledger.writing() as tables:
+            stored, changes = tables.objects.get(self._uid), list[Change]()
+            if stored is not None and stored.volume_facts is not None:
+                current = stored.volume_facts.request
+                if current is not None and current.operation_id == request.operation_id:
+                    facts = _replace(stored.volume_facts, request=None)
+                    changes.append(PutFacts(uid=self._uid, facts=facts))
+            operation = tables.operations.get(request.operation_id)
+            changes += self._context.operations.ending_open(operation, state, message, error)
+            if changes:
+                await ledger.commit_held(*changes)
+
+
+def _request(stored: StoredObject) -> VolumeRequest | None:
+    return (stored.volume_facts or VolumeFacts()).request
