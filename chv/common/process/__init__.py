@@ -8,6 +8,8 @@ error of a start no process and no cgroup of it is left.
 
 from chv.common.process.child import Child, spawn_child
 from chv.common.process.command import CommandFailed, Completed, run
+from chv.common.process.landlock import Access, PathAccess
+from chv.common.process.landlock import abi as landlock_abi
 from chv.common.process.pidfd import send, terminate, wait_gone
 from chv.common.process.providers import (
     CgroupProvider,
@@ -27,6 +29,7 @@ from chv.common.process.records import (
 from chv.common.process.spec import Program, SpawnSpec
 
 __all__ = [
+    "Access",
     "AdoptVerdict",
     "Adoption",
     "CgroupProvider",
@@ -34,6 +37,7 @@ __all__ = [
     "CommandFailed",
     "Completed",
     "FoundWorker",
+    "PathAccess",
     "PlainProvider",
     "Program",
     "Provider",
@@ -41,6 +45,7 @@ __all__ = [
     "WorkerRecord",
     "choose_provider",
     "examine",
+    "landlock_abi",
     "run",
     "scan",
     "send",

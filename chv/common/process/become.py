@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from chv.common.process import syscalls
+from chv.common.process import landlock, syscalls
 
 EXIT_NOT_STARTED = 127
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
@@ -25,8 +25,8 @@ class Launch:
     """A start with everything resolved and opened before the fork.
 
     Descriptors on the right side of `fds` lie above all numbers on the left. `privileged`: the
-    spawner is root and sets the identity; otherwise the child stays who it is. `netns_fd` and
-    `cgroup_fd` (an open cgroup.procs) are -1 where not wanted.
+    spawner is root and sets the identity; otherwise the child stays who it is. `netns_fd`,
+    `landlock_fd` and `cgroup_fd` (an open cgroup.procs) are -1 where not wanted.
     """
 
     executable: str
@@ -44,6 +44,8 @@ class Launch:
     fds: dict[int, int]
     fd_floor: int
     netns_fd: int
+    empty_netns: bool
+    landlock_fd: int
     cgroup_fd: int
     dies_with_parent: bool
 
@@ -107,6 +109,8 @@ def _oom(launch: Launch) -> None:
 def _netns(launch: Launch) -> None:
     if launch.netns_fd >= 0:
         syscalls.join_netns(launch.netns_fd)
+    if launch.empty_netns:
+        syscalls.leave_network()
 
 
 def _limits(_: Launch) -> None:
@@ -134,6 +138,11 @@ def _privileges(launch: Launch) -> None:
         syscalls.set_no_new_privileges()
 
 
+def _landlock(launch: Launch) -> None:
+    if launch.landlock_fd >= 0:
+        landlock.restrict_self(launch.landlock_fd)
+
+
 def _directory(launch: Launch) -> None:
     os.umask(launch.umask)
     os.chdir(launch.cwd)
@@ -156,4 +165,5 @@ _STEPS: tuple[tuple[str, Callable[[Launch], None]], ...] = (
     ("no_new_privs", _privileges),
     ("directory", _directory),
     ("descriptors", _descriptors),
+    ("landlock", _landlock),  # last: the steps before it open files of /proc
 )

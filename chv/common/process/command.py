@@ -20,6 +20,7 @@ import msgspec
 
 from chv.common.errors import DeadlineExceeded, Internal, ResourceExhausted
 from chv.common.process.child import Child, start_child
+from chv.common.process.landlock import PathAccess
 from chv.common.process.spec import Program, program_name
 
 OUTPUT_BYTES_MAX = 4 * 1024 * 1024
@@ -62,6 +63,8 @@ async def run(  # noqa: PLR0913  one call per helper command: its context is its
     fds: dict[int, int] | None = None,
     cwd: str = "/",
     on_stdout: Callable[[bytes], None] | None = None,
+    empty_netns: bool = False,
+    landlock: tuple[PathAccess, ...] = (),
 ) -> Completed:
     """Run a command to its end; CommandFailed unless it returns 0 or `check` is False.
 
@@ -76,7 +79,9 @@ async def run(  # noqa: PLR0913  one call per helper command: its context is its
         fds=fds or {},
         cwd=cwd,
         umask=0o022,
-        no_new_privs=uid not in (None, 0),
+        no_new_privs=uid not in (None, 0) or bool(landlock),
+        empty_netns=empty_netns,
+        landlock=landlock,
     )
     completed = await _run(program, stdin, timeout_s, on_stdout)
     if check and completed.returncode != 0:

@@ -23,7 +23,7 @@ from typing import NoReturn
 import anyio
 
 from chv.common.errors import ChvError, DeadlineExceeded, FailedPrecondition, Internal, NotFound
-from chv.common.process import pidfd, procfs, syscalls
+from chv.common.process import landlock, pidfd, procfs, syscalls
 from chv.common.process.become import EXIT_NOT_STARTED, Launch, become
 from chv.common.process.spec import Program, check, resolve, start_error, whole_environment
 
@@ -73,6 +73,7 @@ def _open_all(
     log = lifted(own(_open_log(program.log_path))) if program.log_path else null
     given = {target: lifted(source) for target, source in program.fds.items()}
     netns = lifted(own(_open_netns(program.netns))) if program.netns else -1
+    rules = lifted(_own_ruleset(own, program)) if program.landlock and landlock.abi() else -1
     procs = lifted(own(os.open(cgroup_procs, os.O_WRONLY | os.O_CLOEXEC))) if cgroup_procs else -1
     return Launch(
         executable=executable,
@@ -90,9 +91,18 @@ def _open_all(
         fds={0: null, 1: log, 2: log} | given,
         fd_floor=floor,
         netns_fd=netns,
+        empty_netns=program.empty_netns,
+        landlock_fd=rules,
         cgroup_fd=procs,
         dies_with_parent=dies_with_parent,
     )
+
+
+def _own_ruleset(own: Callable[[int], int], program: Program) -> int:
+    try:
+        return own(landlock.make_ruleset(program.landlock))
+    except OSError as error:
+        raise start_error(program, "landlock", error.errno or 0) from error
 
 
 def _open_log(path: str) -> int:

@@ -22,6 +22,7 @@ from chv.common.errors import (
     ResourceExhausted,
 )
 from chv.common.process import procfs, syscalls
+from chv.common.process.landlock import PathAccess
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FD_TARGET_MAX = 255
@@ -35,6 +36,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     `environment` comes on top of PATH, LANG=C.UTF-8 and HOME=/. `fds` maps the number in the new
     process to a descriptor of ours. `executable` overrides argv[0] as the file to run. For uid 0
     an empty `keep_capabilities` means: all that the spawner has; for others: none.
+    `empty_netns`: a network namespace of its own with nothing in it. `landlock`: the only paths
+    that it may open, where the kernel can hold it to that (`landlock.abi`); empty: not restricted.
     """
 
     argv: tuple[str, ...]
@@ -51,6 +54,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     no_new_privs: bool = True
     keep_capabilities: tuple[str, ...] = ()
     oom_score_adj: int = 0
+    empty_netns: bool = False
+    landlock: tuple[PathAccess, ...] = ()
 
 
 class SpawnSpec(Program, frozen=True, kw_only=True):
@@ -110,6 +115,10 @@ def _check_identity(program: Program) -> None:
     unknown = set(program.keep_capabilities) - set(syscalls.CAPABILITIES)
     if unknown:
         raise InvalidArgument(f"{sorted(unknown)} are no capabilities", field="keep_capabilities")
+    if program.netns and program.empty_netns:
+        raise InvalidArgument("one namespace or an empty one, not both", field="empty_netns")
+    if program.landlock and not program.no_new_privs:
+        raise InvalidArgument("Landlock needs no_new_privs", field="landlock")
     if program.netns and not program.netns.startswith("/"):
         raise InvalidArgument(f"{program.netns!r} is not an absolute path", field="netns")
 
@@ -147,6 +156,7 @@ def resolve(program: Program) -> str:
 
 _STAGES: dict[str, tuple[type[ChvError], str]] = {
     "netns": (FailedPrecondition, "the network namespace cannot be entered"),
+    "landlock": (FailedPrecondition, "the allowed paths cannot be enforced"),
     "cgroup": (FailedPrecondition, "the cgroup cannot be joined"),
     "directory": (FailedPrecondition, "the working directory cannot be entered"),
 }

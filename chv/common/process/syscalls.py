@@ -1,4 +1,4 @@
-"""The system calls that Python 3.11 has no name for: prctl, setns, capset, close_range.
+"""The system calls that Python 3.11 has no name for: prctl, setns, unshare, capset, close_range.
 
 Everything is looked up at import, so that a freshly forked child only calls. A failure raises
 OSError with the errno of the call. Nothing here decides anything.
@@ -78,6 +78,8 @@ _prctl = _libc.prctl
 _prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 _setns = _libc.setns
 _setns.argtypes = [ctypes.c_int, ctypes.c_int]
+_unshare = _libc.unshare
+_unshare.argtypes = [ctypes.c_int]
 _capset = _libc.capset
 _capset.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 _syscall = _libc.syscall
@@ -110,6 +112,11 @@ def keep_capabilities_over_setuid() -> None:
 def join_netns(fd: int) -> None:
     """Enter the network namespace that `fd` refers to."""
     _checked(_setns(fd, CLONE_NEWNET))
+
+
+def leave_network() -> None:
+    """Enter a new network namespace: no interface but a loopback that is down."""
+    _checked(_unshare(CLONE_NEWNET))
 
 
 def drop_bounding(keep: int) -> None:
