@@ -329,7 +329,8 @@ def _limits(node: Stord) -> list[dict[str, Any]]:
         (4, wire.Limits(iops_write=wire.Rate(limit=300)), 4096),
     ):
         _set_limits(node, volume_id, generation, limits)
-        rate = _bench(program, "vhost", export, "randwrite", block, 16, 4.0, 256 * MIB)[0]
+        load = Load("randwrite", block, 16, 4.0, 256 * MIB)
+        rate = _bench(program, "vhost", export, load)[0]
         wanted = (
             limits.iops_total.limit or limits.iops_write.limit or limits.bps_write.limit / block
         )
