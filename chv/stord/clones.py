@@ -1,0 +1,168 @@
+"""Volumes that start from a snapshot of another: linked (an overlay on it) or full (a copy).
+
+A linked clone is made at once: it is an empty qcow2 whose chain goes on below with the frozen
+layers of the other volume, which may be attached and running meanwhile. It keeps them from being
+deleted. A full clone is filled by a job, from the same layers, which it needs until that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import anyio
+import anyio.to_thread
+
+from chv.common.errors import ChvError, FailedPrecondition, InUse, InvalidArgument, NotFound
+from chv.common.failpoint import failpoint
+from chv.common.wire.stord import CloneMode, SnapshotSource, VolumeBackend
+from chv.stord import layers
+from chv.stord.disks import Disks, local_paths
+from chv.stord.jobs import JobControl, Jobs
+from chv.stord.overlays import read_keys
+from chv.stord.qsd import graph
+from chv.stord.records import Records, Volume, VolumeState
+from chv.stord.tools import Call
+from chv.stord.work import Parts
+
+PERCENT = 100
+
+
+def users_of(records: Records, volume_id: str, snapshot_id: str = "") -> list[str]:
+    """Return the volumes that need a volume (one of its snapshots): linked clones, open copies."""
+    copies = [
+        row.volume_id
+        for row in records.volumes.values()
+        if row.state is VolumeState.CREATING
+        and (source := row.backend.snapshot) is not None
+        and source.volume_id == volume_id
+        and snapshot_id in ("", source.snapshot_id)
+    ]
+    return sorted({*records.clones(volume_id, snapshot_id), *copies})
+
+
+def refuse_used(records: Records, volume_id: str) -> None:
+    """Raise InUse where another volume rests on this one."""
+    if users := users_of(records, volume_id):
+        raise InUse(
+            f"volumes {', '.join(users)} rest on snapshots of volume {volume_id}",
+            resource=volume_id,
+            hint="delete those clones first",
+        )
+
+
+def check(records: Records, disks: Disks, jobs: Jobs, spec: VolumeBackend) -> None:
+    """Refuse a clone that can not be made; the caller holds the lock of the other volume, too."""
+    source = spec.snapshot
+    if source is None:
+        return
+    parent = _parent(records, source)
+    jobs.refuse_busy(parent.volume_id)
+    snapshot = layers.require_whole(parent, source.snapshot_id)
+    if spec.size_bytes < snapshot.size_bytes:
+        raise InvalidArgument(
+            f"{spec.size_bytes} bytes are less than the {snapshot.size_bytes} of the snapshot",
+            field="backend.size_bytes",
+            hint=f"at least {snapshot.size_bytes}",
+        )
+    if source.mode is not CloneMode.LINKED:
+        return
+    if parent.backend.encryption is not None and spec.encryption is None:
+        raise InvalidArgument(
+            "a linked clone of an encrypted volume is encrypted as well",
+            field="backend.encryption",
+            hint="name a key, its own or that of the other volume, or make a full clone",
+        )
+    layers.check_room(
+        Volume(volume_id="clone", generation=1, backend=spec, state=VolumeState.CREATING),
+        len(_source_layers(disks, parent, source.snapshot_id)),
+    )
+
+
+def _parent(records: Records, source: SnapshotSource) -> Volume:
+    parent = records.volumes.get(source.volume_id)
+    if parent is None:
+        raise NotFound(f"there is no volume {source.volume_id}", field="backend.snapshot.volume_id")
+    if parent.state in (VolumeState.CREATING, VolumeState.DELETING):
+        raise FailedPrecondition(
+            f"volume {source.volume_id} is {parent.state.value}",
+            field="backend.snapshot.volume_id",
+        )
+    return parent
+
+
+def _source_layers(disks: Disks, parent: Volume, snapshot_id: str) -> tuple[graph.LayerNode, ...]:
+    """Return the read-only layers whose top is the snapshot."""
+    disk = disks.disk(parent.volume_id, read_only=True)
+    snapshot = layers.require_whole(parent, snapshot_id)
+    return (*disk.below, *disk.own[: len(layers.upto(parent, snapshot.layer))])
+
+
+class Copies:
+    """Fills full clones; see `chv.stord.filling`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def fill(self, control: JobControl, row: Volume) -> None:
+        """Copy the snapshot into the volume, which is empty; cancelled where somebody wants so."""
+        disks = self._parts.disks
+        source = row.backend.snapshot
+        assert source is not None
+        parent = _parent(self._parts.records, source)
+        read = partial(_source_layers, disks, parent, source.snapshot_id)
+        below = await anyio.to_thread.run_sync(read)
+        target = await anyio.to_thread.run_sync(disks.layer, row.volume_id, row.top.number)
+        await control.progress(0, row.backend.size_bytes, "qemu-img copies the snapshot")
+        await self._copy(control, row, (parent.volume_id, below), target)
+
+    async def _copy(
+        self,
+        control: JobControl,
+        row: Volume,
+        source: tuple[str, tuple[graph.LayerNode, ...]],
+        target: graph.LayerNode,
+    ) -> None:
+        parent_id, below = source
+        # Composed as the parent's own, so that every layer finds its key by the parent's id.
+        disk = graph.Disk(volume_id=parent_id, own=below, read_only=True)
+        layout, own_keys = self._parts.layout, [target.key] if target.key else []
+        call = Call(
+            owns=tuple(local_paths((target,))),
+            reads=tuple(local_paths(below)),
+            keys=await read_keys(layout, parent_id, disk.keys)
+            | await read_keys(layout, row.volume_id, own_keys),
+            volume_id=row.volume_id,
+        )
+        node = graph.image_node(target, graph.secret_id(row.volume_id, target.key))
+        total = row.backend.size_bytes
+
+        def told(percent: float) -> None:
+            control.done_bytes = int(total * percent / PERCENT)
+
+        copying = partial(self._parts.tools.convert, graph.chain(disk), node, call, told)
+        await unless_cancelled(control, copying)
+        await failpoint("stord.copy.after_fill")
+
+
+async def unless_cancelled(control: JobControl, work: Callable[[], Awaitable[object]]) -> None:
+    """Do the work, and stop it and raise `Cancelled` where somebody wants the job to end."""
+    failures, done = list[ChvError](), list[bool]()
+    async with anyio.create_task_group() as group:
+
+        async def until_cancelled() -> None:
+            await control.cancelling.wait()
+            group.cancel_scope.cancel()
+
+        group.start_soon(until_cancelled)
+        try:
+            await work()
+        except ChvError as error:  # raised below, outside the group
+            failures.append(error)
+        else:
+            done.append(True)
+        group.cancel_scope.cancel()
+    if failures:
+        raise failures[0]
+    if not done:
+        control.refuse_cancelled()
