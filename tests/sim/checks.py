@@ -9,7 +9,10 @@ from __future__ import annotations
 from chv.agent.records import FINAL_STATES
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import desired_vm, facts_of, vm_of, wants_to_run
+from chv.agent.volume.wish import backend_of, same_place
 from chv.common.wire.agent import OperationState
+from chv.common.wire.resources import Volume
+from chv.common.wire.stord import JobState
 from chv.vmm.driver import VmmState
 from tests.sim.client import Client
 from tests.sim.world import Machine
@@ -24,6 +27,7 @@ def problems(machine: Machine, client: Client) -> list[str]:
         *_operations(tables, client),
         *_vms(machine, tables),
         *_volumes(machine, tables),
+        *_storage(machine, tables),
         *_networks(machine, tables),
         *_files(machine, tables),
     ]
@@ -108,6 +112,38 @@ def _volumes(machine: Machine, tables: Tables) -> list[str]:
             found.append(f"I3: {stored.title} has a dead storage daemon")
     for vm_id in stord.sessions.keys() - tables.objects.keys():
         found.append(f"I4: a storage daemon of {vm_id} is left")
+    return found
+
+
+def _storage(machine: Machine, tables: Tables) -> list[str]:
+    """Each volume is where and as large as wanted, each snapshot is there; nothing goes on."""
+    found, sim = [], machine.host.stord
+    for stored in tables.of_kind("Volume"):
+        volume, facts = sim.volumes.get(stored.uid), stored.volume_facts
+        assert isinstance(stored.resource, Volume)
+        wanted = backend_of(stored.resource, None)
+        if facts is not None and facts.request is not None:
+            found.append(f"I10: {facts.request.verb} of {stored.title} is still recorded")
+        if volume is None:
+            continue
+        move = facts.move if facts is not None else None
+        if not same_place(volume.backend, wanted) and not (move is not None and move.failed):
+            found.append(f"I3: {stored.title} is not where it is wanted")
+        if volume.backend.size_bytes != wanted.size_bytes:
+            found.append(f"I3: {stored.title} has not the size that is wanted")
+        if stored.deleting:
+            found.append(f"I3: {stored.title} is still being deleted")
+    there = {uid for volume in sim.volumes.values() for uid in volume.snapshots}
+    for stored in tables.of_kind("VolumeSnapshot"):
+        taken = stored.snapshot_facts is not None and stored.snapshot_facts.taken
+        if taken and stored.uid not in there:
+            found.append(f"I2: {stored.title} is lost")
+        if stored.deleting:
+            found.append(f"I3: {stored.title} is still being deleted")
+    for uid in sorted(there - {stored.uid for stored in tables.of_kind("VolumeSnapshot")}):
+        found.append(f"I4: snapshot {uid} is left")
+    running = [job.info for job in sim.jobs.values() if job.info.state is JobState.RUNNING]
+    found += [f"I10: job {job.job_id} ({job.kind.value}) still runs" for job in running]
     return found
 
 

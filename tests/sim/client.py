@@ -84,6 +84,14 @@ class Client:
                 )
                 operation = reply.operation
                 self._acknowledge(operation.uid, operation.generation, operation.id)
+            case {"volume_verb": verb, "name": name, **rest}:
+                act = api.ActOnVolume(
+                    verb=verb, name=name, requester="sim", idempotency_key=key, **rest
+                )
+                self.operations.add((await engine.act_on_volume(act)).operation.id)
+            case {"cancel": draw} if self.operations:
+                operation_id = sorted(self.operations)[draw % len(self.operations)]
+                await engine.cancel(api.CancelOperation(operation_id=operation_id, requester="sim"))
 
     def _acknowledge(self, uid: str, generation: int, operation_id: str) -> None:
         self.acknowledged[uid] = max(generation, self.acknowledged.get(uid, 0))
@@ -105,15 +113,21 @@ class Client:
             return {"apply": self._some()}
         if drawn < 0.52:
             return {"delete": self._victim()}
+        if drawn < 0.72:
+            return self._storage()
         verb = self._random.choice(["start", "start", "stop", "restart", "reset"])
         force = verb in ("stop", "restart") and self._random.random() < 0.3
         return {"verb": api.VmVerb(verb), "name": f"vm{vm}", "force": force}
 
     def _victim(self) -> tuple[str, str]:
-        kind = self._random.choice(["VirtualMachine"] * 5 + ["Volume", "Network", "Image"])
+        kinds = ["VirtualMachine"] * 5 + ["Volume", "Network", "Image"] + ["VolumeSnapshot"] * 3
+        kind = self._random.choice(kinds)
         names = {
+            "VolumeSnapshot": f"snap{self._random.randrange(VMS)}",
             "VirtualMachine": f"vm{self._random.randrange(VMS)}",
-            "Volume": f"vol{self._random.randrange(VOLUMES)}",
+            "Volume": self._random.choice(
+                [*(f"vol{n}" for n in range(VOLUMES)), *(f"clone{n}" for n in range(VMS))]
+            ),
             "Network": f"net{self._random.randrange(NETWORKS)}",
             "Image": "tiny",
         }
@@ -131,8 +145,44 @@ class Client:
         return _object("Network", f"net{number}", {"subnet": f"10.{number + 1}.0.0/24"})
 
     def _volume(self, number: int) -> dict[str, Any]:
-        size = self._random.choice(["64Mi", "128Mi"])
-        return _object("Volume", f"vol{number}", {"size": size, "format": "raw"})
+        spec = {
+            "size": self._random.choice(["64Mi", "64Mi", "128Mi", "128Mi", "256Mi"]),
+            "format": "raw",
+            "pool": self._random.choice(["", "", "", "", "fast"]),
+        }
+        if self._random.random() < 0.2:
+            spec["limits"] = {"iopsTotal": {"limit": self._random.choice([100, 200])}}
+        return _object("Volume", f"vol{number}", spec)
+
+    # --- snapshots, clones, verbs on volumes
+
+    def _storage(self) -> dict[str, Any]:
+        number = self._random.randrange(VMS)
+        match self._random.choice(["snapshot"] * 3 + ["clone"] * 2 + ["verb"] * 4 + ["cancel"] * 2):
+            case "snapshot":
+                of = self._random.choice(
+                    [{"volume": f"vol{number}"}, {"virtualMachine": f"vm{number}"}]
+                )
+                return {"apply": [_object("VolumeSnapshot", f"snap{number}", of)]}
+            case "clone":
+                return {"apply": [self._clone(number)]}
+            case "cancel":
+                return {"cancel": self._random.randrange(100)}
+        verb = api.VolumeVerb(
+            self._random.choice(["check", "repair", "backup", "backup", "restore", "grow_now"])
+        )
+        request: dict[str, Any] = {"volume_verb": verb, "name": f"vol{number}"}
+        if verb is api.VolumeVerb.BACKUP:
+            request |= {"target": "/backups", "incremental": self._random.random() < 0.5}
+        if verb is api.VolumeVerb.RESTORE:
+            request["snapshot"] = f"snap{number}"
+        return request
+
+    def _clone(self, number: int) -> dict[str, Any]:
+        mode = self._random.choice(["Linked", "Full"])
+        source = {"snapshot": f"snap{number}", "mode": mode}
+        spec = {"size": "256Mi", "format": "qcow2", "source": source}
+        return _object("Volume", f"clone{number}", spec)
 
     def _vm(self, number: int) -> dict[str, Any]:
         # vol0 for vm0 and so on; vol3 is wanted by all, so that some are refused.

@@ -1,4 +1,4 @@
-"""Stateful fakes of stord and nwd that speak their wire methods. They outlive the agent.
+"""A stateful fake of nwd that speaks its wire methods, and how both daemons are called.
 
 They keep the daemons' rules (idempotent by generation, exclusive, refuse what is in use) and
 report to `State.violate` what no correct agent would ever ask for.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from chv.common.errors import (
-    FailedPrecondition,
     InUse,
     InvalidArgument,
     NotFound,
@@ -22,175 +21,12 @@ from chv.common.errors import (
     Unavailable,
 )
 from chv.common.rpc import Method
-from chv.common.wire import nwd, stord
+from chv.common.wire import nwd
 from chv.common.wire.types import Done
 from tests.sim.chaos import Chaos
+from tests.sim.stord import SimStord, Violate
 
-Violate = Callable[[str], None]
-
-
-@dataclass
-class SimVolume:
-    """A volume on disk."""
-
-    generation: int
-    size_bytes: int
-    backend: stord.VolumeBackend
-    open: bool = True
-    attached_to: str = ""
-    made: int = 1
-
-
-@dataclass
-class SimSession:
-    """The storage daemon of one VM."""
-
-    incarnation: int = 1
-    serving: bool = True
-    attachments: dict[str, bool] = field(default_factory=dict)  # volume id -> read only
-
-
-class SimStord:
-    """stord with its storage daemons. `vm_disks` and `vcpus_run` look at the processes."""
-
-    def __init__(self, violate: Violate) -> None:
-        self.violate = violate
-        self.volumes: dict[str, SimVolume] = {}
-        self.sessions: dict[str, SimSession] = {}
-        self.down_until = 0.0
-        self.vmm_alive: Callable[[str], bool] = lambda vm: False
-        self.vcpus_run: Callable[[str], bool] = lambda vm: False
-        self.operation_known: Callable[[str], bool] = lambda operation: True
-
-    def handle(self, method: Method[Any, Any], params: Any) -> Any:
-        """Answer one call."""
-        if hasattr(params, "meta") and not self.operation_known(params.meta.operation_id):
-            self.violate(f"I7: {method.name} under an operation that is not recorded")
-        return getattr(self, f"_{method.name}")(params)
-
-    def _ListVolumes(self, _: Any) -> stord.ListVolumesReply:
-        return stord.ListVolumesReply(
-            volumes=[self._info(uid, volume) for uid, volume in self.volumes.items()]
-        )
-
-    def _ListVolumeSessions(self, _: Any) -> stord.ListVolumeSessionsReply:
-        return stord.ListVolumeSessionsReply(
-            sessions=[self._session(vm_id) for vm_id in self.sessions]
-        )
-
-    def _OpenVolume(self, params: stord.OpenVolume) -> stord.VolumeInfo:
-        generation, backend = params.meta.generation, params.backend
-        volume = self.volumes.get(params.volume_id)
-        if volume is None:
-            volume = SimVolume(generation, backend.size_bytes, backend)
-            self.volumes[params.volume_id] = volume
-        elif generation < volume.generation:
-            raise StaleGeneration(f"{generation} < {volume.generation}")
-        if backend.size_bytes > volume.size_bytes and volume.attached_to:
-            raise FailedPrecondition(f"grows only when not attached to {volume.attached_to}")
-        if backend.size_bytes < volume.size_bytes:
-            self.violate(f"I5: volume {params.volume_id} asked to shrink")
-        volume.generation, volume.size_bytes = generation, backend.size_bytes
-        volume.open = True
-        return self._info(params.volume_id, volume)
-
-    def _CloseVolume(self, params: stord.VolumeRef) -> Done:
-        volume = self._volume(params.volume_id)
-        if volume.attached_to:
-            raise InUse(f"attached to {volume.attached_to}")
-        volume.open = False
-        return Done()
-
-    def _DeleteVolume(self, params: stord.VolumeRef) -> Done:
-        volume = self._volume(params.volume_id)
-        if volume.attached_to:
-            raise InUse(f"attached to {volume.attached_to}")
-        if volume.open:
-            self.violate(f"volume {params.volume_id} deleted while open")
-        del self.volumes[params.volume_id]
-        return Done()
-
-    def _AttachVolumeToVm(self, params: stord.AttachVolumeToVm) -> stord.AttachmentInfo:
-        volume = self._volume(params.volume_id)
-        if volume.attached_to not in ("", params.vm_id):
-            raise InUse(f"attached to {volume.attached_to}")
-        if params.meta.generation < volume.generation:
-            raise StaleGeneration(f"{params.meta.generation} < {volume.generation}")
-        if not volume.open:
-            raise FailedPrecondition("not open")
-        session = self.sessions.setdefault(params.vm_id, SimSession())
-        if not session.serving:
-            raise FailedPrecondition("the storage daemon was lost: RecoverVmBackend first")
-        if params.volume_id not in session.attachments and self.vcpus_run(params.vm_id):
-            self.violate(f"I5: volume {params.volume_id} attached under running vCPUs")
-        session.attachments[params.volume_id] = params.read_only
-        volume.attached_to = params.vm_id
-        return self._attachment(params.vm_id, params.volume_id)
-
-    def _DetachVolumeFromVm(self, params: stord.DetachVolumeFromVm) -> Done:
-        volume = self._volume(params.volume_id)
-        if volume.attached_to != params.vm_id:
-            return Done()
-        if self.vmm_alive(params.vm_id):
-            self.violate(f"I5: volume {params.volume_id} detached while the VMM lives")
-        volume.attached_to = ""
-        session = self.sessions[params.vm_id]
-        del session.attachments[params.volume_id]
-        if not session.attachments:
-            del self.sessions[params.vm_id]
-        return Done()
-
-    def _RecoverVmBackend(self, params: stord.RecoverVmBackend) -> stord.VmBackendInfo:
-        session = self.sessions.get(params.vm_id)
-        if session is None:
-            raise NotFound("no attachments")
-        if not session.serving:
-            if self.vcpus_run(params.vm_id):
-                self.violate(f"backend of {params.vm_id} came back while its vCPUs ran")
-            session.serving = True
-            session.incarnation += 1
-        return self._session(params.vm_id)
-
-    def lose_backend(self, vm_id: str) -> None:
-        """The storage daemon of a VM dies."""
-        self.sessions[vm_id].serving = False
-
-    def _volume(self, volume_id: str) -> SimVolume:
-        if volume_id not in self.volumes:
-            raise NotFound(f"no volume {volume_id}")
-        return self.volumes[volume_id]
-
-    def _info(self, uid: str, volume: SimVolume) -> stord.VolumeInfo:
-        return stord.VolumeInfo(
-            volume_id=uid,
-            generation=volume.generation,
-            format=volume.backend.format,
-            size_bytes=volume.size_bytes,
-            allocated_bytes=0,
-            path=f"/sim/{uid}",
-            attached_to=volume.attached_to,
-            state="open",
-        )
-
-    def _attachment(self, vm_id: str, volume_id: str) -> stord.AttachmentInfo:
-        session = self.sessions[vm_id]
-        state = stord.BackendState.SERVING if session.serving else stord.BackendState.LOST
-        return stord.AttachmentInfo(
-            volume_id=volume_id,
-            vm_id=vm_id,
-            export_path=f"/sim/{vm_id}/{volume_id}.sock",
-            read_only=session.attachments[volume_id],
-            crash_class=stord.CrashClass.RESET_VM,
-            backend=state,
-        )
-
-    def _session(self, vm_id: str) -> stord.VmBackendInfo:
-        session = self.sessions[vm_id]
-        return stord.VmBackendInfo(
-            vm_id=vm_id,
-            backend=stord.BackendState.SERVING if session.serving else stord.BackendState.LOST,
-            attachments=[self._attachment(vm_id, volume) for volume in session.attachments],
-        )
+__all__ = ["SimCaller", "SimNic", "SimNwd", "SimStord"]
 
 
 @dataclass

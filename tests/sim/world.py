@@ -98,7 +98,7 @@ class Machine:
         self.gate = SimGate()
         self.seed = seed
         self.limits = limits or Limits(parallel_starts=2, restarts_max=3, restart_window_s=300.0)
-        self.host.now = self.clock.monotonic
+        self.host.now = self.host.stord.now = self.clock.monotonic
         self.host.intended = self._intended
         for daemon in (self.host.stord, self.host.nwd):
             daemon.operation_known = lambda operation: operation in self.store.tables.operations
