@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from chv.agent.context import Context
-from chv.common.errors import FailedPrecondition, Unsupported
+from chv.agent.vm.freeze import frozen
+from chv.common.errors import FailedPrecondition
 
 
 @asynccontextmanager
@@ -16,6 +17,5 @@ async def quiet(context: Context, vm_uid: str, freeze_s: float) -> AsyncIterator
         raise FailedPrecondition(
             "no guest runs on it that could be frozen", field="spec.freeze", hint="leave it out"
         )
-    if context is not None and freeze_s > 0:
-        raise Unsupported("guests cannot be frozen here", field="spec.freeze", hint="leave it out")
-    yield
+    async with frozen(context, vm_uid, freeze_s):
+        yield

@@ -49,6 +49,7 @@ from chv.common.wire.resources import (
 
 # What may pass by itself within the time of an operation; anything else ends the attempt.
 MAY_PASS = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict, ResourceExhausted, InUse)
+UNSURE = (DeadlineExceeded, OutcomeUnknown)
 FAILPOINTS = tuple(
     f"agent.snapshot.{name}.{moment}"
     for name in ("take", "delete")
@@ -81,8 +82,7 @@ class SnapshotReconciler(SimpleReconciler):
         if facts.taken:
             return await self._taken(stored, seen)
         if seen and len(seen) == len(facts.parts):  # the reply was lost
-            await self._record(taken=True)
-            return Again()
+            return await self._found(stored)
         if not self._serving:  # its operation has ended: much later is not what was asked for
             await self._fail(DeadlineExceeded("it could not be taken in time"))
             return Again()
@@ -102,6 +102,15 @@ class SnapshotReconciler(SimpleReconciler):
 
     # --- take
 
+    async def _found(self, stored: StoredObject) -> Outcome:
+        """It was taken, as far as one can see; whether of a still guest cannot be seen."""
+        if _snapshot(stored).spec.freeze:
+            message = "it was taken, but perhaps not while the guest was frozen"
+            await self._fail(OutcomeUnknown(message))
+        else:
+            await self._record(taken=True)
+        return Again()
+
     async def _take(self, stored: StoredObject, volumes: dict[str, stord.VolumeInfo]) -> Outcome:
         parts = _facts(stored).parts
         try:
@@ -110,6 +119,9 @@ class SnapshotReconciler(SimpleReconciler):
                 return Again()
             await self._create(stored, parts, volumes)
         except MAY_PASS as error:
+            if _snapshot(stored).spec.freeze and isinstance(error, UNSURE):
+                await self._fail(error)  # a later try could find what was taken unfrozen
+                return Again()
             await self.wait(f"tries again: {error.message}")
             await self._show(stored, {}, condition("Ready", False, "Waiting", error.message))
             return Waiting(POLL_S)

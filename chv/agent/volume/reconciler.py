@@ -15,11 +15,12 @@ from chv.agent.context import Context
 from chv.agent.records import StoredObject
 from chv.agent.references import referrers
 from chv.agent.simple import SimpleReconciler
+from chv.agent.vm.clients import connected_client
 from chv.agent.volume.jobs import POLL_S, cancel_job, find_job, progress_of
 from chv.agent.volume.move import Mover
 from chv.agent.volume.requests import Requests
 from chv.agent.volume.source import Unready, resolve
-from chv.agent.volume.view import conditions, phase, volume_status
+from chv.agent.volume.view import conditions, volume_status
 from chv.agent.volume.wish import (
     Source,
     at_the_place_of,
@@ -111,6 +112,9 @@ class VolumeReconciler(SimpleReconciler):
             return Waiting(30.0)
         await self._refuse_failed_job()
         backend = _wanted(volume, source, seen)
+        client = stord.VmmClient.NONE
+        if seen is not None and seen.attached_to:
+            client = await connected_client(self._context, self._uid)
 
         async def act(operation_id: str) -> None:
             await failpoint("agent.volume.open.before")
@@ -118,7 +122,7 @@ class VolumeReconciler(SimpleReconciler):
                 meta=self._context.meta(operation_id, volume.metadata.generation),
                 volume_id=self._uid,
                 backend=backend,
-                client=_client(self._context, self._uid),
+                client=client,
             )
             await self._context.stord.call(stord.OPEN_VOLUME, request)
             await failpoint("agent.volume.open.after")
@@ -255,12 +259,3 @@ def _wanted(
     if same_place(wanted, seen.backend):
         return with_the_source_of(wanted, seen.backend)
     return at_the_place_of(wanted, seen.backend)
-
-
-def _client(context: Context, volume_uid: str) -> stord.VmmClient:
-    """Return the VMM that is connected to the volume's export."""
-    del context, volume_uid
-    return stord.VmmClient.NONE
-
-
-__all__ = ["FAILPOINTS", "VolumeReconciler", "phase"]
