@@ -1,0 +1,103 @@
+"""What a storage daemon, and qemu-img, may touch: rules for Landlock, and whether it has a network.
+
+Both run under uids of their own, so file modes keep volumes apart; these rules keep everything
+else away from a process that a guest or an image has taken over: the system's files beside
+libraries, other state of the node, the network. Pure but for asking which paths exist. Where the
+kernel has no Landlock nothing is enforced and `feature` says so.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from chv.common.config import StorageConfig
+from chv.common.layout import Layout
+from chv.common.process import Access, PathAccess, landlock_abi
+from chv.common.wire.types import Feature
+from chv.stord.qsd import graph
+
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64")
+LOADER_CACHE = "/etc/ld.so.cache"
+HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+CPUS = "/sys/devices/system/cpu"
+# Where names of servers are looked up, and what says who they are.
+NETWORK_FILES = (
+    *("/etc/resolv.conf", "/etc/hosts", "/etc/host.conf", "/etc/nsswitch.conf", "/etc/gai.conf"),
+    *("/etc/services", "/etc/ceph", "/etc/ssl", "/usr/share/ca-certificates"),
+)
+
+
+def storage_daemon_rules(
+    layout: Layout, storage: StorageConfig, vm_id: str, binary: str, *, network: bool
+) -> tuple[PathAccess, ...]:
+    """Return what the storage daemon of a VM may touch, now and after any later attach.
+
+    Volumes and pools as a whole: which of their files it can open is a matter of owners, which
+    change at each attach. Devices likewise, where the node allows any.
+    """
+    volumes = layout.volume(vm_id).parent
+    rules = [
+        *_program(binary),
+        PathAccess(str(layout.qsd(vm_id)), Access.OWN),
+        *_optional(Access.WRITE, [str(volumes), *storage.pools.values(), *storage.backup_paths]),
+        *_optional(Access.READ, [str(layout.images), *storage.allowed_paths]),
+    ]
+    if storage.allowed_devices or storage.volume_groups:
+        rules += [PathAccess("/dev", Access.DEVICE), PathAccess("/sys", Access.READ)]
+    if network:
+        rules += _optional(Access.READ, NETWORK_FILES)
+    return tuple(rules)
+
+
+def tool_rules(
+    binary: str, owns: Sequence[Path], reads: Sequence[Path], *, network: bool = False
+) -> tuple[PathAccess, ...]:
+    """Return what one call of a tool may touch: exactly the files that it is given."""
+    rules = [
+        *_program(binary),
+        *(PathAccess(str(path), Access.DEVICE) for path in owns),
+        *(PathAccess(str(path), Access.READ) for path in reads),
+    ]
+    if any(str(path).startswith("/dev/") for path in (*owns, *reads)):
+        rules.append(PathAccess("/sys", Access.READ, optional=True))
+    if network:
+        rules += _optional(Access.READ, NETWORK_FILES)
+    return tuple(rules)
+
+
+def needs_network(disk: graph.Disk) -> bool:
+    """Tell whether serving the disk takes a network."""
+    return not all(layer.protocol.local for layer in (*disk.below, *disk.own))
+
+
+def feature() -> Feature:
+    """Tell what the kernel enforces."""
+    version = landlock_abi()
+    if not version:
+        return Feature(
+            name="landlock",
+            present=False,
+            detail="the kernel has none: storage daemons are confined by their uids alone",
+        )
+    return Feature(name="landlock", present=True, detail=f"version {version}")
+
+
+def _program(binary: str) -> list[PathAccess]:
+    """Return what every program needs to run: itself, its libraries, harmless devices."""
+    path = Path(shutil.which(binary) or binary).resolve()
+    found = [
+        PathAccess(str(path), Access.EXECUTE),
+        *_optional(Access.EXECUTE, LIBRARIES),
+        *_optional(Access.READ, (LOADER_CACHE, CPUS)),
+        *_optional(Access.DEVICE, HARMLESS_DEVICES),
+    ]
+    own_libraries = path.parent.parent / "lib"
+    if own_libraries.parent != Path("/"):  # a storage daemon that was installed elsewhere
+        found += _optional(Access.EXECUTE, [str(own_libraries)])
+    return found
+
+
+def _optional(access: Access, paths: Sequence[str]) -> list[PathAccess]:
+    return [PathAccess(path, access, optional=True) for path in paths]
