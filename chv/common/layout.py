@@ -122,6 +122,10 @@ class Layout:
         """Return our own node of the block device of a volume; the host's own is never touched."""
         return Path("/dev") / f"chv-{self.instance}" / volume_uid
 
+    def cluster_access(self, volume_uid: str, uid: int) -> Path:
+        """0700 <uid>: how the storage daemon reaches a volume's Ceph cluster, and its key."""
+        return self.run / "ceph" / f"{volume_uid}-{uid}"
+
     def vm_state(self, vm_uid: str) -> Path:
         """0711 root: seed disk (0600, the VM's uid), host keys, serial recording."""
         return self.state / "vms" / vm_uid

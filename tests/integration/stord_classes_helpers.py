@@ -15,7 +15,7 @@ from typing import Any
 from chv.common.rpc import Client
 from chv.common.wire import stord as wire
 from tests.helpers import wait_until
-from tests.integration.stord_helpers import MIB, Node, meta
+from tests.integration.stord_helpers import IDS, MIB, Node, meta
 from tests.integration.tiny_vm import free_port
 
 SIZE_BYTES = 16 * MIB
@@ -156,3 +156,87 @@ def _tgtadm(control: int, *argv: str) -> bool:
 def has(*programs: str) -> bool:
     """Tell whether all programs are installed."""
     return all(shutil.which(program) for program in programs)
+
+
+CEPH_CONF = """[global]
+fsid = {fsid}
+mon host = v1:127.0.0.1:{port}
+mon initial members = a
+auth cluster required = cephx
+auth service required = cephx
+auth client required = cephx
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+mon data avail crit = 1
+ms bind msgr2 = false
+osd objectstore = memstore
+memstore device bytes = 1073741824
+mon data = {directory}/mon
+osd data = {directory}/osd
+keyring = {directory}/keyring
+log file = {directory}/$name.log
+run dir = {directory}
+admin socket = {directory}/$name.asok
+pid file =
+"""
+CEPH_POOL = "vms"
+
+
+@contextmanager
+def ceph_cluster(directory: Path) -> Iterator[Path]:
+    """Run one monitor and one storage daemon in memory; yield the configuration's path."""
+    conf = Path("/etc/ceph") / f"{directory.name}.conf"
+    fsid, osd_uid, port = IDS.uid(), IDS.uid(), free_port()
+    conf.parent.mkdir(exist_ok=True)
+    conf.write_text(CEPH_CONF.format(fsid=fsid, port=port, directory=directory))
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        _ceph_keys(directory)
+        at = f"[v1:127.0.0.1:{port}]"
+        _do("monmaptool", "--create", "--addv", "a", at, "--fsid", fsid, f"{directory}/monmap")
+        keyring, monmap = f"{directory}/keyring", f"{directory}/monmap"
+        mon, osd = (
+            ("ceph-mon", "-c", f"{conf}", "-i", "a"),
+            ("ceph-osd", "-c", f"{conf}", "-i", "0"),
+        )
+        _do(*mon, "--mkfs", "--monmap", monmap, "--keyring", keyring)
+        daemons.append(_daemon(*mon))
+        _do("ceph", "-c", f"{conf}", "auth", "import", "-i", keyring)
+        _do("ceph", "-c", f"{conf}", "osd", "new", osd_uid, "0")
+        (directory / "osd").mkdir()
+        _do(*osd, "--mkfs", "--no-mon-config", "--osd-uuid", osd_uid)
+        daemons.append(_daemon(*osd))
+        _do("ceph", "-c", f"{conf}", "osd", "pool", "create", CEPH_POOL, "8")
+        _do("rbd", "-c", f"{conf}", "pool", "init", CEPH_POOL)
+        yield conf
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
+        conf.unlink()
+
+
+def _ceph_keys(directory: Path) -> None:
+    keyring = f"{directory}/keyring"
+    for name, *capabilities in (
+        ("mon.", "mon", "allow *"),
+        ("client.admin", "mon", "allow *", "osd", "allow *"),
+        ("client.chv", "mon", "profile rbd", "osd", "profile rbd"),
+        ("osd.0", "mon", "allow profile osd", "osd", "allow *"),
+    ):
+        create = [] if Path(keyring).exists() else ["--create-keyring"]
+        pairs = zip(capabilities[::2], capabilities[1::2], strict=True)
+        caps = [part for kind, allowed in pairs for part in ("--cap", kind, allowed)]
+        _do("ceph-authtool", *create, keyring, "--gen-key", "-n", name, *caps)
+
+
+def _do(*argv: str) -> None:
+    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+
+
+def _daemon(*argv: str) -> subprocess.Popen[bytes]:
+    out = subprocess.DEVNULL
+    return subprocess.Popen([*argv, "-f"], stdout=out, stderr=out)

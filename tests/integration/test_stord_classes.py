@@ -24,12 +24,17 @@ from chv.common.errors import (
 )
 from chv.common.layout import Layout
 from chv.common.wire import stord as wire
+from chv.stord.backends import ceph
 from chv.stord.backends.block import BlockBackend
 from chv.stord.backends.iscsi import IscsiBackend
 from chv.stord.backends.nbd import NbdBackend
+from chv.stord.backends.rbd import RbdBackend
+from chv.stord.tools import json_image
 from tests.integration.stord_classes_helpers import (
+    CEPH_POOL,
     SIZE_BYTES,
     block,
+    ceph_cluster,
     enlarge,
     has,
     iscsi_target,
@@ -283,7 +288,7 @@ async def test_a_device_takes_no_image_and_no_format_but_raw(
 
 
 # --- nbd
-def nbd(port: int, **options: object) -> wire.VolumeBackend:
+def nbd(port: int, **options: int) -> wire.VolumeBackend:
     return spec("nbd", nbd=wire.NbdPlace(host="127.0.0.1", port=port, export="vol"), **options)
 
 
@@ -378,9 +383,9 @@ TARGET = "iqn.2026-01.chv.test:disk"
 needs_tgt = pytest.mark.skipif(not has("tgtd", "tgtadm"), reason="needs tgt")
 
 
-def iscsi(port: int, **options: object) -> wire.VolumeBackend:
+def iscsi(port: int) -> wire.VolumeBackend:
     place = wire.IscsiPlace(host="127.0.0.1", port=port, target=TARGET, lun=1)
-    return spec("iscsi", iscsi=place, **options)
+    return spec("iscsi", iscsi=place)
 
 
 @needs_tgt
@@ -415,3 +420,119 @@ async def test_a_lun_or_target_that_does_not_exist_is_told_with_the_server(
             place = wire.IscsiPlace(host="127.0.0.1", port=port, target=target, lun=lun)
             with pytest.raises(NotFound, match="iscsi server"):
                 await backend.create(IDS.uid(), spec("iscsi", iscsi=place))
+
+
+# --- rbd
+needs_ceph = pytest.mark.skipif(
+    not has("ceph-mon", "ceph-osd", "ceph", "rbd"), reason="needs ceph-mon, ceph-osd, ceph-common"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="chv-ceph-") as name, ceph_cluster(Path(name)) as conf:
+        yield conf
+
+
+def rbd(conf: Path, size_bytes: int = SIZE_BYTES, user: str = "chv") -> wire.VolumeBackend:
+    place = wire.RbdPlace(pool=CEPH_POOL, user=user, conf=str(conf))
+    return spec("rbd", size_bytes, rbd=place)
+
+
+def as_uid(uid: int, *argv: str) -> subprocess.CompletedProcess[str]:
+    drop = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+    return subprocess.run([*drop, *argv], check=False, capture_output=True, text=True)
+
+
+@needs_ceph
+async def test_an_image_is_made_with_its_lock_feature_enlarged_and_removed(
+    layout: Layout, cluster: Path
+) -> None:
+    backend, volume = RbdBackend(layout, StorageConfig(remotes=[f"rbd://{CEPH_POOL}"])), IDS.uid()
+    place = wire.RbdPlace(pool=CEPH_POOL, user="chv", conf=str(cluster))
+    name = layout.external_name(volume)
+    wanted = await backend.check(rbd(cluster))
+
+    assert await backend.create(volume, wanted)
+    assert not await backend.create(volume, wanted)
+    made = await ceph.info(place, name)
+    await backend.grow(volume, rbd(cluster, 2 * SIZE_BYTES))
+    await backend.grow(volume, rbd(cluster, 2 * SIZE_BYTES))
+    grown = await backend.inspect(volume, rbd(cluster, 2 * SIZE_BYTES))
+    await backend.delete(volume, rbd(cluster, 2 * SIZE_BYTES))
+    await backend.delete(volume, rbd(cluster, 2 * SIZE_BYTES))
+
+    assert made is not None
+    assert made.size == SIZE_BYTES
+    assert "exclusive-lock" in made.features
+    assert (grown.state, grown.size_bytes) == ("open", 2 * SIZE_BYTES)
+    assert await ceph.info(place, name) is None
+    assert not layout.volume(volume).exists()
+
+
+@needs_ceph
+async def test_the_storage_uid_reaches_the_image_with_a_key_that_is_taken_back(
+    layout: Layout, cluster: Path
+) -> None:
+    backend, volume = RbdBackend(layout, StorageConfig(remotes=[f"rbd://{CEPH_POOL}"])), IDS.uid()
+    await backend.create(volume, rbd(cluster))
+    await anyio.to_thread.run_sync(backend.grant, volume, rbd(cluster), UID)
+    try:
+        protocol = backend.protocol(volume, rbd(cluster))
+        image = json_image({"driver": "raw", "file": {"driver": "rbd", **protocol.options}})
+        written = as_uid(UID, "qemu-io", "-c", "write -P 0x5a 0 64k", image)
+        read = as_uid(UID, "qemu-io", "-r", "-c", "read -P 0x5a 0 64k", image)
+        stranger = as_uid(UID + 2, "qemu-io", "-r", "-c", "read 0 64k", image)
+    finally:
+        await anyio.to_thread.run_sync(backend.grant, volume, rbd(cluster), 0)
+
+    assert written.returncode == 0, written.stderr
+    assert read.returncode == 0, read.stderr
+    assert "verification failed" not in read.stdout
+    assert stranger.returncode != 0
+    assert not list((layout.run / "ceph").iterdir())
+    await backend.delete(volume, rbd(cluster))
+
+
+@needs_ceph
+async def test_an_image_that_was_begun_before_a_kill_is_finished(
+    layout: Layout, cluster: Path
+) -> None:
+    backend, volume = RbdBackend(layout, StorageConfig(remotes=[f"rbd://{CEPH_POOL}"])), IDS.uid()
+    await backend.prepare(volume, rbd(cluster))  # and killed before there is a directory
+
+    assert await backend.create(volume, rbd(cluster, 2 * SIZE_BYTES))
+
+    assert (await backend.inspect(volume, rbd(cluster))).size_bytes == 2 * SIZE_BYTES
+    await backend.delete(volume, rbd(cluster))
+
+
+@needs_ceph
+async def test_a_pool_is_refused_that_is_not_listed_or_whose_configuration_is_elsewhere(
+    layout: Layout, cluster: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PermissionDenied, match="rbd://vms"):
+        await RbdBackend(layout, StorageConfig()).check(rbd(cluster))
+    backend = RbdBackend(layout, StorageConfig(remotes=[f"rbd://{CEPH_POOL}"]))
+    with pytest.raises(InvalidArgument, match="/etc/ceph"):
+        await backend.check(rbd(tmp_path / "ceph.conf"))
+    with pytest.raises(PermissionDenied) as refused:
+        await backend.create(IDS.uid(), rbd(cluster, user="nobody"))
+    assert refused.value.field == "backend.rbd.user"
+
+
+async def test_a_cluster_that_says_nothing_is_unavailable_in_time(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chv.stord.backends.ceph.TIMEOUT_S", 1.0)
+    conf = Path("/etc/ceph") / f"chv-test-{layout.instance}.conf"
+    conf.parent.mkdir(exist_ok=True)
+    with silent_server() as port:
+        conf.write_text(f"[global]\nmon host = v1:127.0.0.1:{port}\n")
+        try:
+            backend = RbdBackend(layout, StorageConfig(remotes=[f"rbd://{CEPH_POOL}"]))
+
+            with pytest.raises(Unavailable, match=f"rbd cluster of {conf}.*within 1 s"):
+                await backend.create(IDS.uid(), rbd(conf))
+        finally:
+            conf.unlink()

@@ -12,7 +12,7 @@ from chv.common.errors import InvalidArgument
 from chv.common.layout import Layout
 from chv.common.wire.stord import IscsiPlace, VolumeBackend, VolumeClass
 from chv.stord import allow
-from chv.stord.backends.remote import EXTRA_PACKAGE, OnServer
+from chv.stord.backends.remote import EXTRA_PACKAGE, OnServer, require_driver
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 
 # A request that the target does not answer in this time fails, and QEMU connects anew.
@@ -30,6 +30,12 @@ class IscsiBackend(OnServer):
         """Return the target's part of the spec."""
         assert spec.iscsi is not None, "`check` refuses a spec without its place"
         return spec.iscsi
+
+    async def check(self, spec: VolumeBackend) -> VolumeBackend:
+        """Return the spec, or raise; asked before anything is made."""
+        spec = await super().check(spec)
+        await require_driver(self._layout, self.driver)
+        return spec
 
     def permit(self, spec: VolumeBackend) -> None:
         """Refuse a target that is not allowed."""

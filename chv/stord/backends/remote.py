@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import msgspec
 
@@ -106,6 +107,12 @@ class Elsewhere(ABC):
                 f"class {self.class_name.value} holds raw data, not {spec.format.value}",
                 field="backend.format",
                 hint="format raw; its snapshots are qcow2 files of this node",
+            )
+        if spec.encryption is not None:
+            raise Unsupported(
+                f"class {self.class_name.value} does not encrypt",
+                field="backend.encryption",
+                hint="use class file, or encrypt in the guest",
             )
         await anyio.to_thread.run_sync(self.permit, spec)
         return spec
@@ -257,6 +264,17 @@ _ABSENT = (
 )
 
 
+async def require_driver(layout: Layout, driver: str) -> None:
+    """Raise Unsupported, with the package, where QEMU lacks a driver."""
+    node: Node = {"driver": "raw", "file": {"driver": driver}}
+    argv = ["qemu-img", "info", json_image(node)]
+    uid = layout.tools_uid
+    completed = await run(argv, timeout_s=PROBE_TIMEOUT_S, check=False, uid=uid, gid=uid)
+    error = translate(driver, driver, completed.stderr.decode(errors="replace"), uid)
+    if isinstance(error, Unsupported):
+        raise error
+
+
 def missing_driver(driver: str) -> Unsupported:
     """Return the error of a QEMU without the module of a driver."""
     return Unsupported(
@@ -299,11 +317,16 @@ class OnServer(Elsewhere):
         await anyio.to_thread.run_sync(disk_files.describe, directory, spec)
 
     def grant(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
-        """Give lock and way to the server to a storage uid; 0 takes them back."""
+        """Give lock and way to the server to a storage uid; 0 takes them back.
+
+        In a worker thread: first the server must answer. A storage daemon that opened a disk of a
+        dead one would answer nothing meanwhile, and the VM's other disks would stand still.
+        """
         lock = self.lock_path(volume_id)
         with disk_files.exclusively(lock):
             if uid != 0:
                 self.permit(spec)
+                anyio.from_thread.run(self.size_bytes, volume_id, spec)
             before = lock.lstat().st_uid
             for socket in self.sockets(spec):
                 let_in(socket, uid, before)
