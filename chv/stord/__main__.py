@@ -33,9 +33,11 @@ from chv.common.wire.types import HELLO, PROTOCOL_VERSIONS, HelloReply, HelloReq
 from chv.stord.backends.registry import Backends
 from chv.stord.disks import Disks
 from chv.stord.events import Events
+from chv.stord.jobs import Jobs
 from chv.stord.keeper import Keeper
 from chv.stord.records import MIGRATIONS, Records
 from chv.stord.service import Service
+from chv.stord.tools import Tools
 from chv.stord.work import Parts
 
 log = logs.get("chv.stord")
@@ -54,19 +56,23 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
         anyio.create_task_group() as tasks,
     ):
         records = await Records.load(store)
-        backends = Backends(layout, config.storage)
+        ids = Ids()
+        tools = Tools(layout, ids)
+        backends = Backends(layout, config.storage, tools)
         parts = Parts(
             layout=layout,
             records=records,
             provider=choose_provider(layout),
             disks=Disks(records, backends, config.storage.aio),
+            tools=tools,
             clock=SystemClock(),
-            ids=Ids(),
+            ids=ids,
             boot_id=boot_id(),
         )
         events = Events()
         keeper = Keeper(parts, events, tasks)
-        service = Service(keeper, backends.file, events)
+        jobs = Jobs(records, parts.clock, events, tasks)
+        service = Service(keeper, backends.file, events, jobs)
         service.register(server)
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             await tasks.start(server.serve, layout.socket(DAEMON))

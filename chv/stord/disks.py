@@ -19,7 +19,7 @@ from chv.common.errors import ChvError, DataLoss, InUse, NotFound
 from chv.common.wire.stord import AccessMode, CloneMode, VolumeBackend, VolumeFormat
 from chv.stord import acl
 from chv.stord.backends import disk_files
-from chv.stord.backends.base import Backend, Inspection
+from chv.stord.backends.base import Backend, Inspection, Space
 from chv.stord.backends.registry import Backends
 from chv.stord.qsd import graph
 from chv.stord.records import Records, Volume
@@ -41,6 +41,14 @@ class Disks:
         """Return the backend of the spec's class."""
         return self._backends.of(spec)
 
+    def described(self, volume_id: str) -> VolumeBackend | None:
+        """Return what the volume's own directory says that it is; for one without a record."""
+        try:
+            data = (self._backends.file.home(volume_id) / "volume.json").read_bytes()
+        except FileNotFoundError:
+            return None
+        return msgspec.json.decode(data, type=VolumeBackend)
+
     def lock_path(self, volume_id: str) -> Path:
         """Return the file whose lock means use of the volume."""
         row = self._row(volume_id)
@@ -55,12 +63,12 @@ class Disks:
 
     def paths(self, volume_id: str) -> list[Path]:
         """Return the local files and devices of the volume's own layers, the base first."""
-        return _local_paths(self._own(self._row(volume_id)))
+        return local_paths(self._own(self._row(volume_id)))
 
     def below_paths(self, volume_id: str) -> list[Path]:
         """Return those of the layers of other volumes that it rests on."""
         row = self._row(volume_id)
-        return _local_paths(self._parents(row, 0)) if _is_clone(row) else []
+        return local_paths(self._parents(row, 0)) if _is_clone(row) else []
 
     # --- the graph
     def disk(self, volume_id: str, *, read_only: bool) -> graph.Disk:
@@ -153,6 +161,11 @@ class Disks:
                 return _changed(base, "broken", error.message)
         return msgspec.structs.replace(base, size_bytes=size_bytes, allocated_bytes=allocated_bytes)
 
+    async def overlay_space(self, volume_id: str) -> Space | None:
+        """Return what is left where the volume's overlays go, whatever its class."""
+        row = self._row(volume_id)
+        return await self._backends.file.space(volume_id, row.backend)
+
     # --- whose the files are
     def grant(self, volume_id: str, uid: int) -> None:
         """Let a storage uid open the volume; InUse where somebody else's process holds it."""
@@ -220,7 +233,8 @@ def _is_clone(row: Volume) -> bool:
     return row.backend.snapshot is not None and row.backend.snapshot.mode is CloneMode.LINKED
 
 
-def _local_paths(layers: tuple[graph.LayerNode, ...]) -> list[Path]:
+def local_paths(layers: tuple[graph.LayerNode, ...]) -> list[Path]:
+    """Return the files and devices of this node that the layers are in."""
     names = (
         str(layer.protocol.options["filename"])
         for layer in layers

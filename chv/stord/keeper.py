@@ -21,6 +21,7 @@ from chv.common.errors import ChvError, DeadlineExceeded
 from chv.common.failpoint import failpoint
 from chv.common.process import WorkerRecord, wait_gone
 from chv.common.wire.stord import CrashClass, StorageEvent
+from chv.stord import crash_class
 from chv.stord.events import Events
 from chv.stord.exports import RunDirectory
 from chv.stord.locks import KeyedLocks
@@ -33,7 +34,6 @@ PULSE_S = 10.0
 PULSES_PARALLEL = 8
 MISSES_MAX = 3
 REASON_CHARACTERS_MAX = 256
-CRASH_CLASS = CrashClass.RESET_VM  # for every format, as long as no proxy tracks what is in flight
 MAY_START = (BackendPhase.STARTING, BackendPhase.RECOVERING)
 
 
@@ -46,7 +46,7 @@ class Keeper:
         self.misses: dict[str, int] = {}
         self._records = parts.records
         self._events = events
-        self._tasks = tasks
+        self.tasks = tasks
         self._watched: set[str] = set()
 
     # --- one VM; the caller holds its lock
@@ -124,15 +124,33 @@ class Keeper:
         backend = self._records.backends[vm_id]
         if backend.worker is not None:
             await self.parts.provider.cleanup(backend.worker)
-        row = msgspec.structs.replace(
-            backend,
-            phase=BackendPhase.LOST,
-            message=reason[:REASON_CHARACTERS_MAX],
-            lost_at=timestamp(self.parts.clock.now()),
-        )
+        await self._mark_unclean(vm_id)
+        row = loss_recorded(backend, reason, timestamp(self.parts.clock.now()))
         await self._records.put_backend(row)
-        log.error("backend_lost", vm_id=vm_id, reason=reason, crash_class=CRASH_CLASS.value)
-        self._events.publish(_lost(row))
+        log.error("backend_lost", vm_id=vm_id, reason=reason, losses=row.losses)
+        self._events.publish(self._lost(row))
+
+    async def _mark_unclean(self, vm_id: str) -> None:
+        """Remember which files may be damaged: those with metadata, that were written."""
+        dirty = [
+            row.volume_id
+            for row in self._records.of_vm(vm_id)
+            if not row.read_only and self._has_metadata(row.volume_id)
+        ]
+        if dirty:
+            await self._records.mark_unclean(dirty)
+
+    def _has_metadata(self, volume_id: str) -> bool:
+        volume = self._records.volumes.get(volume_id)
+        return volume is not None and not crash_class.is_plain(volume)
+
+    def crash_class(self, vm_id: str) -> CrashClass:
+        """Return what the loss of the VM's storage daemon means: the worst of its disks."""
+        return crash_class.worst(
+            crash_class.of_attachment(row, self._records.volumes.get(row.volume_id))
+            for row in self._records.of_vm(vm_id)
+            if row.wanted
+        )
 
     async def look(self, vm_id: str) -> None:
         """Converge once; the firewall of one VM. Counts the misses of a hung storage daemon."""
@@ -164,7 +182,7 @@ class Keeper:
         worker = self._records.backends[vm_id].worker
         if worker is not None and worker.worker_id not in self._watched:
             self._watched.add(worker.worker_id)
-            self._tasks.start_soon(self._until_gone, vm_id, worker)
+            self.tasks.start_soon(self._until_gone, vm_id, worker)
 
     async def _until_gone(self, vm_id: str, worker: WorkerRecord) -> None:
         await wait_gone(worker)
@@ -185,13 +203,24 @@ class Keeper:
     def open_losses(self) -> list[StorageEvent]:
         """Return an event for every loss that nobody has recovered from."""
         rows = self._records.backends.values()
-        return [_lost(row) for row in rows if row.phase is BackendPhase.LOST]
+        return [self._lost(row) for row in rows if row.phase is BackendPhase.LOST]
+
+    def _lost(self, row: Backend) -> StorageEvent:
+        return StorageEvent(
+            kind="backend_lost",
+            vm_id=row.vm_id,
+            crash_class=CrashClass.RESET_VM,  # whatever it could have been: it is down now
+            message=row.message,
+            at=row.lost_at,
+        )
 
     def tell_ready(self, vm_id: str) -> None:
         """Tell the watchers that the VM is served again."""
         now = timestamp(self.parts.clock.now())
         self._events.publish(
-            StorageEvent(kind="backend_ready", vm_id=vm_id, crash_class=CRASH_CLASS, at=now)
+            StorageEvent(
+                kind="backend_ready", vm_id=vm_id, crash_class=self.crash_class(vm_id), at=now
+            )
         )
 
     # --- all VMs
@@ -209,6 +238,7 @@ class Keeper:
             await self.look(vm_id)
 
     async def _void(self, backend: Backend) -> None:
+        await self._mark_unclean(backend.vm_id)
         for row in self._records.of_vm(backend.vm_id):
             await self._revoke(row, [])
         await self._records.put_backend(
@@ -238,11 +268,15 @@ class Keeper:
                 await self.look(vm_id)
 
 
-def _lost(row: Backend) -> StorageEvent:
-    return StorageEvent(
-        kind="backend_lost",
-        vm_id=row.vm_id,
-        crash_class=CRASH_CLASS,
-        message=row.message,
-        at=row.lost_at,
+def loss_recorded(backend: Backend, reason: str, now: str) -> Backend:
+    """Return the row of a storage daemon that is lost; a recovery that failed is no new loss."""
+    fresh = backend.phase is not BackendPhase.RECOVERING
+    told = f"{now}: {reason}; disks are down until RecoverVmBackend"
+    return msgspec.structs.replace(
+        backend,
+        phase=BackendPhase.LOST,
+        message=reason[:REASON_CHARACTERS_MAX],
+        lost_at=now,
+        losses=backend.losses + fresh,
+        last_loss=told[:REASON_CHARACTERS_MAX],
     )

@@ -32,6 +32,10 @@ MIGRATIONS = (
         "CREATE TABLE jobs (job_id TEXT PRIMARY KEY, volume_id TEXT NOT NULL,"
         " doc BLOB NOT NULL) STRICT",
     ),
+    (
+        "CREATE TABLE tombstones (volume_id TEXT PRIMARY KEY, doc BLOB NOT NULL) STRICT",
+        "CREATE TABLE unclean (volume_id TEXT PRIMARY KEY) STRICT",
+    ),
 )
 T = TypeVar("T", bound=msgspec.Struct)
 Statement = tuple[str, tuple[str | bytes, ...]]
@@ -180,6 +184,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cancelling: bool = False
 
 
+class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
+    """A deleted volume, so that a late call does not bring it back. `at`: a timestamp."""
+
+    volume_id: str
+    generation: int
+    at: str
+
+
 AttachmentKey = tuple[str, str]  # volume_id, vm_id
 
 
@@ -192,6 +204,9 @@ class Records:
         self.attachments: dict[AttachmentKey, Attachment] = {}
         self.backends: dict[str, Backend] = {}
         self.jobs: dict[str, Job] = {}
+        self.tombstones: dict[str, Tombstone] = {}
+        # Volumes whose storage daemon ended uncleanly: checked before they are served again.
+        self.unclean: set[str] = set()
 
     @classmethod
     async def load(cls, store: Store) -> Records:
@@ -201,6 +216,12 @@ class Records:
         attachments = await store.read(lambda db: _documents(db, "attachments", Attachment))
         backends = await store.read(lambda db: _documents(db, "backends", Backend))
         jobs = await store.read(lambda db: _documents(db, "jobs", Job))
+        tombstones = await store.read(lambda db: _documents(db, "tombstones", Tombstone))
+        unclean = await store.read(
+            lambda db: db.execute("SELECT volume_id FROM unclean").fetchall()
+        )
+        records.tombstones = {row.volume_id: row for row in tombstones}
+        records.unclean = {row[0] for row in unclean}
         records.volumes = {row.volume_id: row for row in volumes}
         records.attachments = {(row.volume_id, row.vm_id): row for row in attachments}
         records.backends = {row.vm_id: row for row in backends}
@@ -262,18 +283,43 @@ class Records:
         await self._run(*((sql, (row.volume_id, _encode(row))) for row in rows))
         self.volumes |= {row.volume_id: row for row in rows}
 
-    async def drop_volume(self, volume_id: str) -> None:
-        """Forget the volume, its jobs and void attachments of it."""
-        await self._run(
-            ("DELETE FROM volumes WHERE volume_id = ?", (volume_id,)),
-            ("DELETE FROM attachments WHERE volume_id = ?", (volume_id,)),
-            ("DELETE FROM jobs WHERE volume_id = ?", (volume_id,)),
-        )
+    async def drop_volume(self, volume_id: str, tombstone: Tombstone | None = None) -> None:
+        """Forget the volume, its jobs and void attachments of it; keep its tombstone."""
+        tables = ("volumes", "attachments", "jobs", "unclean")
+        statements: list[Statement] = [
+            (f"DELETE FROM {table} WHERE volume_id = ?", (volume_id,))  # noqa: S608  our names
+            for table in tables
+        ]
+        if tombstone is not None:
+            sql = "INSERT OR REPLACE INTO tombstones VALUES (?, ?)"
+            statements.append((sql, (volume_id, _encode(tombstone))))
+        await self._run(*statements)
+        if tombstone is not None:
+            self.tombstones[volume_id] = tombstone
         self.volumes.pop(volume_id, None)
+        self.unclean.discard(volume_id)
         for key in [key for key in self.attachments if key[0] == volume_id]:
             del self.attachments[key]
         for job in [each for each in self.jobs.values() if each.info.volume_id == volume_id]:
             del self.jobs[job.info.job_id]
+
+    async def drop_tombstones(self, volume_ids: list[str]) -> None:
+        """Forget tombstones."""
+        sql = "DELETE FROM tombstones WHERE volume_id = ?"
+        await self._run(*((sql, (item,)) for item in volume_ids))
+        for item in volume_ids:
+            self.tombstones.pop(item, None)
+
+    async def mark_unclean(self, volume_ids: list[str]) -> None:
+        """Remember volumes that must be checked before they are served again."""
+        sql = "INSERT OR REPLACE INTO unclean VALUES (?)"
+        await self._run(*((sql, (item,)) for item in volume_ids))
+        self.unclean.update(volume_ids)
+
+    async def mark_clean(self, volume_id: str) -> None:
+        """Forget that; a check found the volume in order, or a repair made it so."""
+        await self._run(("DELETE FROM unclean WHERE volume_id = ?", (volume_id,)))
+        self.unclean.discard(volume_id)
 
     async def put_attachment(self, row: Attachment) -> None:
         """Add or replace."""

@@ -23,13 +23,19 @@ from chv.common.wire.types import (
     Empty,
     Feature,
 )
+from chv.stord import growth
 from chv.stord.backends.file import FileBackend
 from chv.stord.census import census
 from chv.stord.events import Events
+from chv.stord.filler import Filler
+from chv.stord.filling import Fills
+from chv.stord.integrity import Integrity
+from chv.stord.jobs import Jobs, Runner
 from chv.stord.keeper import Keeper
 from chv.stord.locks import KeyedLocks
 from chv.stord.qsd import graph
 from chv.stord.sessions import Sessions, state_of
+from chv.stord.tuning import Tuning
 from chv.stord.volumes import Volumes
 
 VERSION_TIMEOUT_S = 5.0
@@ -40,13 +46,18 @@ ROOT_UID = 0
 class Service:
     """Handlers of the method table."""
 
-    def __init__(self, keeper: Keeper, files: FileBackend, events: Events) -> None:
+    def __init__(self, keeper: Keeper, files: FileBackend, events: Events, jobs: Jobs) -> None:
         parts = keeper.parts
         self._parts = parts
         self._records = parts.records
         self._keeper = keeper
-        self._sessions = Sessions(keeper)
-        self._volumes = Volumes(parts.records, parts.disks, parts.clock)
+        self._jobs = jobs
+        self._integrity = Integrity(parts, keeper.tasks)
+        self._sessions = Sessions(keeper, self._integrity)
+        self._fills = Fills(parts)
+        self._filler = Filler(parts, jobs, self._fills)
+        self._volumes = Volumes(parts, Tuning(keeper), self._filler)
+        self._runners: dict[wire.JobKind, Runner] = {wire.JobKind.CREATE: self._filler.run}
         self._files = files
         self._events = events
         self._binary = Feature(name=graph.BINARY, present=False, detail="not looked for yet")
@@ -85,18 +96,18 @@ class Service:
     async def restore(self) -> None:
         """Re-read the world: what was cut short, then every storage daemon."""
         self._binary = await probe_binary()
+        await anyio.to_thread.run_sync(self._parts.tools.sweep)
         await anyio.to_thread.run_sync(self._files.sweep)
         await self._parts.provider.sweep()
         await self._volumes.finish()
         await self._keeper.adopt()
+        await self._jobs.resume(self._runners)
 
     # --- volumes
     async def open_volume(self, request: wire.OpenVolume) -> wire.VolumeInfo:
         """See the wire."""
         async with self._locks.hold(request.volume_id):
-            return await self._volumes.open(
-                request.volume_id, request.meta.generation, request.backend
-            )
+            return await self._volumes.open(request)
 
     async def close_volume(self, request: wire.VolumeRef) -> Done:
         """See the wire."""
@@ -112,7 +123,7 @@ class Service:
 
     async def get_volume(self, request: wire.GetVolume) -> wire.VolumeInfo:
         """See the wire."""
-        return await self._volumes.info(request.volume_id)
+        return await self._volumes.look(request.volume_id)
 
     async def list_volumes(self, _request: Empty) -> wire.ListVolumesReply:
         """See the wire."""
@@ -154,6 +165,9 @@ class Service:
         async with self._locks.hold(request.volume_id):
             await self._volumes.servable(request.volume_id, request.meta.generation)
             try:
+                if self._records.holder(request.volume_id) is None:
+                    await self._integrity.require(request.volume_id)
+                    await self._volumes.grow_pending(request.volume_id)
                 return await self._sessions.attach(request)
             except ChvError as error:
                 with anyio.move_on_after(NOTE_TIMEOUT_S, shield=True):
@@ -193,6 +207,14 @@ class Service:
         )
         return CensusReply(items=items)
 
+    def _online_growth(self) -> Feature:
+        major = self._binary.detail.partition(".")[0]
+        able = self._binary.present and major.isdigit() and int(major) >= growth.MAJOR_MIN
+        detail = (
+            "with QEMU as VMM" if able else f"needs QEMU {growth.MAJOR_MIN}, else at next start"
+        )
+        return Feature(name="online_grow", present=able, detail=detail)
+
     async def health(self, _request: Empty) -> wire.StordHealth:
         """See the wire."""
         lost = self._keeper.open_losses()
@@ -205,7 +227,7 @@ class Service:
             features=[
                 self._binary,
                 Feature(name="in_flight_tracking", present=False, detail="no proxy yet"),
-                Feature(name="online_grow", present=False, detail="grows when detached"),
+                self._online_growth(),
             ],
             volumes=len(self._records.volumes),
             attachments=len(self._records.attachments),

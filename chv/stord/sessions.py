@@ -10,6 +10,7 @@ import anyio
 import msgspec
 
 from chv.common import logs
+from chv.common.clock import timestamp
 from chv.common.errors import (
     ChvError,
     DeadlineExceeded,
@@ -26,8 +27,10 @@ from chv.common.wire.stord import (
     BackendState,
     VmBackendInfo,
 )
+from chv.stord import crash_class
 from chv.stord.exports import RunDirectory
-from chv.stord.keeper import CRASH_CLASS, Keeper
+from chv.stord.integrity import Integrity
+from chv.stord.keeper import REASON_CHARACTERS_MAX, Keeper
 from chv.stord.records import Attachment, Backend, BackendPhase
 
 log = logs.get(__name__)
@@ -35,6 +38,7 @@ _STATES = {
     BackendPhase.SERVING: BackendState.SERVING,
     BackendPhase.LOST: BackendState.LOST,
     BackendPhase.RECOVERING: BackendState.LOST,
+    BackendPhase.RESTARTING: BackendState.RESTARTING,
 }
 READ_ONLY_MANY = AccessMode.READ_ONLY_MANY
 _ANY_INCARNATION = "0" * 8
@@ -44,8 +48,9 @@ UNDO_TIMEOUT_S = 10.0
 class Sessions:
     """What is attached where."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, integrity: Integrity) -> None:
         self._keeper = keeper
+        self._integrity = integrity
         self._records = keeper.parts.records
         self._layout = keeper.parts.layout
 
@@ -89,6 +94,8 @@ class Sessions:
             if vm_id not in self._records.backends:
                 raise NotFound("the VM has no attachment", resource=vm_id)
             if not self.is_served(vm_id):
+                for row in self._records.of_vm(vm_id):
+                    await self._integrity.require(row.volume_id)
                 await self._restart(vm_id)
             return self.backend_info(vm_id)
 
@@ -100,9 +107,10 @@ class Sessions:
             vm_id=row.vm_id,
             export_path=str(self._layout.export(row.vm_id, row.volume_id)),
             read_only=row.read_only,
-            crash_class=CRASH_CLASS,
+            crash_class=crash_class.of_attachment(row, self._records.volumes.get(row.volume_id)),
             backend=state_of(backend),
             backend_pid=_pid(backend),
+            proxy_pid=0 if row.proxy is None else row.proxy.pid,
         )
 
     def backend_info(self, vm_id: str) -> VmBackendInfo:
@@ -113,6 +121,9 @@ class Sessions:
             backend=state_of(backend),
             backend_pid=_pid(backend),
             incarnation=backend.incarnation,
+            crash_class=self._keeper.crash_class(vm_id),
+            losses=backend.losses,
+            last_loss=backend.last_loss,
             attachments=[self.attachment_info(row) for row in self._records.of_vm(vm_id)],
         )
 
@@ -212,8 +223,16 @@ class Sessions:
             with anyio.CancelScope(shield=True):
                 await self._keeper.give_up_recovery(vm_id, f"recovery failed: {error}")
             raise
+        await self._note_recovery(vm_id)
         log.info("backend_recovered", vm_id=vm_id)
         self._keeper.tell_ready(vm_id)
+
+    async def _note_recovery(self, vm_id: str) -> None:
+        backend = self._records.backends[vm_id]
+        loss = backend.last_loss.replace("disks are down until RecoverVmBackend", "recovered")
+        now = timestamp(self._keeper.parts.clock.now())
+        text = f"{loss}, served again {now}"[:REASON_CHARACTERS_MAX]
+        await self._records.put_backend(msgspec.structs.replace(backend, last_loss=text))
 
     def _require_served(self, request: AttachVolumeToVm) -> None:
         backend = self._records.backends.get(request.vm_id)

@@ -1,16 +1,18 @@
 """Open, close, grow and delete volumes: records first, then files, then records again.
 
 The caller holds the volume's lock. `finish` at start completes or takes back whatever a kill cut
-short. A generation older than the record is refused, an equal one changes nothing.
+short. A generation older than the record, or than a deletion, is refused; an equal one changes
+nothing.
 """
 
 from __future__ import annotations
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from chv.common import logs
-from chv.common.clock import Clock, timestamp
+from chv.common.clock import timestamp
 from chv.common.errors import (
     ChvError,
     DataLoss,
@@ -19,13 +21,30 @@ from chv.common.errors import (
     InvalidArgument,
     NotFound,
     StaleGeneration,
+    Unavailable,
 )
 from chv.common.failpoint import failpoint
-from chv.common.wire.stord import VolumeBackend, VolumeInfo
+from chv.common.wire.stord import (
+    Limits,
+    OpenVolume,
+    VolumeBackend,
+    VolumeClass,
+    VolumeFormat,
+    VolumeInfo,
+)
+from chv.stord import limits as limit_rules
 from chv.stord.backends import disk_files
 from chv.stord.backends.base import Backend
-from chv.stord.disks import Disks
-from chv.stord.records import Records, Volume, VolumeState
+from chv.stord.enlarge import enlarge_overlay
+from chv.stord.filler import Filler
+from chv.stord.filling import kind_of
+from chv.stord.graveyard import Graveyard
+from chv.stord.growth import DETACHED, NEXT_START, ONLINE
+from chv.stord.records import Volume, VolumeState
+from chv.stord.sources import Sources
+from chv.stord.tuning import Tuning, same_limits
+from chv.stord.volume_info import Describer
+from chv.stord.work import Parts
 
 log = logs.get(__name__)
 UNDO_TIMEOUT_S = 10.0
@@ -34,28 +53,59 @@ UNDO_TIMEOUT_S = 10.0
 class Volumes:
     """All volumes of this node."""
 
-    def __init__(self, records: Records, disks: Disks, clock: Clock) -> None:
-        self._records = records
-        self._disks = disks
-        self._clock = clock
+    def __init__(self, parts: Parts, tuning: Tuning, filler: Filler) -> None:
+        self._parts = parts
+        self._records = records = parts.records
+        self._disks = disks = parts.disks
+        self._clock = clock = parts.clock
+        self._tuning = tuning
+        self._filler = filler
+        self._graveyard = Graveyard(records, clock)
+        self._sources = Sources(records)
+        self._describer = Describer(records, disks)
 
     def _backend(self, spec: VolumeBackend) -> Backend:
         return self._disks.backend(spec)
 
-    async def open(self, volume_id: str, generation: int, spec: VolumeBackend) -> VolumeInfo:
+    # --- open
+    async def open(self, request: OpenVolume) -> VolumeInfo:
         """Make the volume what the spec says and return what it is."""
+        volume_id, generation = request.volume_id, request.meta.generation
+        self._graveyard.refuse_late(volume_id, generation)
         row = await self._finished(volume_id)
         if row is None:
-            spec = await self._backend(spec).check(spec)
-            return await self.info(
-                volume_id, created=await self._create(volume_id, generation, spec)
-            )
+            spec = await self._checked(request.backend)
+            return await self.info(volume_id, created=await self._create(request, spec))
         check_generation(row, generation)
-        if generation > row.generation:
-            await self._change(row, generation, spec)
+        if row.state is VolumeState.CREATING:
+            row = await self._aged(row, generation)
+            await self._filler.begin(row, request.meta.operation_id)
+        elif generation > row.generation:
+            await self._change(row, request)
         elif row.state is VolumeState.CLOSED:
             await self._put(row, state=VolumeState.OPEN)
-        return await self.info(volume_id)
+        return await self._settled(volume_id)
+
+    async def _aged(self, row: Volume, generation: int) -> Volume:
+        """Take a newer generation of a volume that is still being filled as it was asked for."""
+        if generation > row.generation:
+            await self._put(row, generation=generation)
+        return self._records.volumes[row.volume_id]
+
+    async def _settled(self, volume_id: str) -> VolumeInfo:
+        """Describe the volume; limits that an earlier call could not set are set now."""
+        live = await self._tuning.limits(volume_id)
+        if live is not None and not same_limits(live, self.require(volume_id).backend.limits):
+            await self._tuning.set_limits(volume_id)
+            live = await self._tuning.limits(volume_id)
+        return await self.info(volume_id, live=live)
+
+    async def _checked(self, spec: VolumeBackend) -> VolumeBackend:
+        """Return the spec with its sources resolved, or raise; nothing was made yet."""
+        limit_rules.check(spec.limits)
+        self._sources.check(spec)
+        self._filler.check(spec)
+        return await self._backend(spec).check(spec)
 
     async def _finished(self, volume_id: str) -> Volume | None:
         """Return the record after completing whatever an earlier call did not."""
@@ -65,53 +115,100 @@ class Volumes:
         await self._finish_one(row)
         return self._records.volumes.get(volume_id)
 
-    async def _create(self, volume_id: str, generation: int, spec: VolumeBackend) -> bool:
+    async def _create(self, request: OpenVolume, spec: VolumeBackend) -> bool:
+        volume_id, generation = request.volume_id, request.meta.generation
         row = Volume(
             volume_id=volume_id, generation=generation, backend=spec, state=VolumeState.CREATING
         )
         await self._records.put_volume(row)
         await failpoint("stord.open.after_intent")
+        if kind_of(spec) is not None:
+            await self._filler.begin(row, request.meta.operation_id)
+            return True
         try:
             created = await self._backend(spec).create(volume_id, spec)
         except ChvError:
             with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
                 await self._records.drop_volume(volume_id)
             raise
-        if not created:  # found without a record
-            found = await self._disks.inspect(volume_id)
-            if found.state != "open":
-                raise DataLoss(f"the volume is {found.state}: {found.problem}", resource=volume_id)
-            if found.size_bytes < spec.size_bytes:
-                await self._backend(spec).grow(volume_id, spec)
+        if not created:
+            await self._accept(volume_id, spec)
         await failpoint("stord.open.after_create")
         await self._put(row, state=VolumeState.OPEN)
         await failpoint("stord.open.after_record")
         log.info("volume_opened", volume_id=volume_id, generation=generation, created=created)
         return created
 
-    async def _change(self, row: Volume, generation: int, spec: VolumeBackend) -> None:
-        spec = await self._backend(spec).check(spec)
-        _check_change(row, spec)
-        if spec.size_bytes == row.backend.size_bytes:
-            await self._put(row, generation=generation, state=VolumeState.OPEN)
-            return
-        held = self._records.holder(row.volume_id)
-        if held is not None:
-            raise FailedPrecondition(
-                f"the volume is attached to VM {held.vm_id} and grows only when it is not",
-                resource=row.volume_id,
-                hint="stop the VM, then open the volume again",
-            )
-        await self._put(row, generation=generation, backend=spec, state=VolumeState.GROWING)
-        await failpoint("stord.grow.after_intent")
-        await self._grow(self._records.volumes[row.volume_id])
+    async def _accept(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Take a volume that was found without a record."""
+        found = await self._disks.inspect(volume_id)
+        if found.state != "open":
+            raise DataLoss(f"the volume is {found.state}: {found.problem}", resource=volume_id)
+        if found.size_bytes < spec.size_bytes:
+            await self._backend(spec).grow(volume_id, spec)
 
-    async def _grow(self, row: Volume) -> None:
-        await self._backend(row.backend).grow(row.volume_id, row.backend)
+    # --- change
+    async def _change(self, row: Volume, request: OpenVolume) -> None:
+        spec = await self._checked(request.backend)
+        _check_change(row, spec)
+        larger = spec.size_bytes > row.backend.size_bytes
+        made = row.made_size_bytes
+        if larger and not made:
+            made = row.backend.size_bytes
+        changed = msgspec.structs.replace(
+            row,
+            generation=request.meta.generation,
+            backend=spec,
+            state=VolumeState.GROWING if larger else VolumeState.OPEN,
+            made_size_bytes=made,
+        )
+        await self._records.put_volume(changed)
+        if larger:
+            await failpoint("stord.grow.after_intent")
+            await self._grow(changed, request)
+        if spec.limits != row.backend.limits:
+            await failpoint("stord.limits.after_intent")
+            await self._tuning.set_limits(row.volume_id)
+
+    async def _grow(self, row: Volume, request: OpenVolume) -> None:
+        if self._records.holder(row.volume_id) is None:
+            await self._grow_detached(row, DETACHED)
+        elif await self._tuning.grow(row.volume_id, request.client):
+            await self._record_grown(row, ONLINE)
+        else:
+            await self._put(row, state=VolumeState.OPEN, applied=NEXT_START)
+            log.info("growth_pending", volume_id=row.volume_id, size_bytes=row.backend.size_bytes)
+
+    async def _grow_detached(self, row: Volume, applied: str) -> None:
+        await self._enlarge(row)
         await failpoint("stord.grow.after_resize")
-        await self._put(row, state=VolumeState.OPEN)
+        await self._record_grown(row, applied)
+
+    async def _record_grown(self, row: Volume, applied: str) -> None:
+        await self._put(row, state=VolumeState.OPEN, made_size_bytes=0, applied=applied)
         log.info("volume_grown", volume_id=row.volume_id, size_bytes=row.backend.size_bytes)
 
+    async def _enlarge(self, row: Volume) -> None:
+        if row.top.number:
+            await enlarge_overlay(self._parts, row)
+        else:
+            await self._backend(row.backend).grow(row.volume_id, row.backend)
+
+    async def grow_pending(self, volume_id: str) -> None:
+        """Apply a growth that waited for the volume to be free; what fails goes on waiting."""
+        row = self.require(volume_id)
+        if not row.made_size_bytes or self._records.holder(volume_id) is not None:
+            return
+        await self._put(row, state=VolumeState.GROWING)
+        await failpoint("stord.grow.before_attach")
+        try:
+            await self._grow_detached(self._records.volumes[volume_id], NEXT_START)
+        except ChvError as error:
+            log.warning("growth_failed", volume_id=volume_id, error=error, next="at the next start")
+            await self._put(row, state=VolumeState.OPEN)
+            await self.note_error(volume_id, error)
+
+    # --- close and delete
     async def close(self, volume_id: str, generation: int) -> None:
         """Refuse attaches until it is opened again; the data stays."""
         row = self._records.volumes.get(volume_id)
@@ -119,20 +216,33 @@ class Volumes:
             return
         check_generation(row, generation)
         self._refuse_held(volume_id)
-        await self._put(row, state=VolumeState.CLOSED)
+        if row.state is VolumeState.OPEN:
+            await self._put(row, state=VolumeState.CLOSED)
 
     async def delete(self, volume_id: str, generation: int) -> None:
         """Remove the volume, its files and its record; fine when there is none."""
         row = self._records.volumes.get(volume_id)
-        if row is not None:
-            check_generation(row, generation)
-            self._refuse_held(volume_id)
-            await self._put(row, state=VolumeState.DELETING)
-            await failpoint("stord.delete.after_intent")
-            await self._backend(row.backend).delete(volume_id, row.backend)
+        if row is None:
+            await self._delete_unrecorded(volume_id, generation)
+            return
+        check_generation(row, generation)
+        self._refuse_held(volume_id)
+        self._refuse_parent(volume_id)
+        await self._filler.abandon(row)
+        await self._put(row, state=VolumeState.DELETING)
+        await failpoint("stord.delete.after_intent")
+        await self._backend(row.backend).delete(volume_id, row.backend)
         await failpoint("stord.delete.after_remove")
-        await self._records.drop_volume(volume_id)
+        await self._records.drop_volume(volume_id, self._graveyard.stone(volume_id, generation))
+        await self._graveyard.tend()
         log.info("volume_deleted", volume_id=volume_id)
+
+    async def _delete_unrecorded(self, volume_id: str, generation: int) -> None:
+        """Remove what a store that was lost knew of."""
+        spec = await anyio.to_thread.run_sync(self._disks.described, volume_id)
+        if spec is not None:
+            await self._backend(spec).delete(volume_id, spec)
+        await self._records.drop_volume(volume_id, self._graveyard.stone(volume_id, generation))
 
     def _refuse_held(self, volume_id: str) -> None:
         held = self._records.holder(volume_id)
@@ -143,6 +253,16 @@ class Volumes:
                 hint="detach it first",
             )
 
+    def _refuse_parent(self, volume_id: str) -> None:
+        clones = self._records.clones(volume_id)
+        if clones:
+            raise InUse(
+                f"volume {clones[0]} is a linked clone of volume {volume_id}",
+                resource=volume_id,
+                hint="delete its clones first",
+            )
+
+    # --- after a kill
     async def finish(self) -> None:
         """Complete or take back what was cut short. One bad volume does not keep others away."""
         for row in list(self._records.volumes.values()):
@@ -151,21 +271,31 @@ class Volumes:
             except (ChvError, OSError) as error:
                 await self.note_error(row.volume_id, error)
                 log.warning("volume_unfinished", volume_id=row.volume_id, error=error)
+        await self._graveyard.tend()
 
     async def _finish_one(self, row: Volume) -> None:
         match row.state:
             case VolumeState.CREATING:
-                found = await self._disks.inspect(row.volume_id)
-                if found.state == "missing":
-                    await self._records.drop_volume(row.volume_id)
-                else:
-                    await self._put(row, state=VolumeState.OPEN)
+                await self._finish_creation(row)
             case VolumeState.GROWING:
-                await self._grow(row)
+                if self._records.holder(row.volume_id) is None:
+                    await self._grow_detached(row, DETACHED)
+                else:
+                    await self._put(row, state=VolumeState.OPEN, applied=NEXT_START)
             case VolumeState.DELETING:
                 await self.delete(row.volume_id, row.generation)
             case VolumeState.OPEN | VolumeState.CLOSED:
                 return
+
+    async def _finish_creation(self, row: Volume) -> None:
+        if kind_of(row.backend) is not None:
+            return  # a job has it, or will
+        found = await self._disks.inspect(row.volume_id)
+        if found.state == "missing":
+            await self._backend(row.backend).delete(row.volume_id, row.backend)
+            await self._records.drop_volume(row.volume_id)
+        else:
+            await self._put(row, state=VolumeState.OPEN)
 
     async def note_error(self, volume_id: str, error: Exception) -> None:
         """Keep the last error of a volume for its health."""
@@ -174,6 +304,7 @@ class Volumes:
             now = timestamp(self._clock.now())
             await self._put(row, last_error=str(error), last_error_at=now)
 
+    # --- questions
     async def servable(self, volume_id: str, generation: int) -> None:
         """Raise unless the volume is open at this generation and in order on disk."""
         row = self.require(volume_id)
@@ -185,10 +316,14 @@ class Volumes:
                 hint=f"OpenVolume with generation {generation} first",
             )
         found = await self._disks.inspect(volume_id)
-        if found.state != "open":
-            raise FailedPrecondition(
-                f"the volume is {found.state}: {found.problem}", resource=volume_id
-            )
+        if found.state == "open":
+            return
+        message = f"the volume is {found.state}: {found.problem}"
+        if row.backend.class_name is VolumeClass.FILE:
+            raise DataLoss(message, resource=volume_id, hint=_remedy(row))
+        raise Unavailable(
+            message, resource=volume_id, hint="bring the device or server back, then start again"
+        )
 
     def refuse_stale(self, volume_id: str, generation: int) -> None:
         """Refuse an older generation than the recorded one; no record, nothing to refuse."""
@@ -205,26 +340,15 @@ class Volumes:
             )
         return row
 
-    async def info(self, volume_id: str, *, created: bool = False) -> VolumeInfo:
+    async def look(self, volume_id: str) -> VolumeInfo:
+        """Return the volume as it is now, with the limits that its storage daemon reports."""
+        return await self.info(volume_id, live=await self._tuning.limits(volume_id))
+
+    async def info(
+        self, volume_id: str, *, created: bool = False, live: Limits | None = None
+    ) -> VolumeInfo:
         """Return the volume as it is on disk now."""
-        row = self.require(volume_id)
-        found = await self._disks.inspect(volume_id)
-        held = self._records.holder(volume_id)
-        closed = found.state == "open" and row.state is VolumeState.CLOSED
-        return VolumeInfo(
-            volume_id=volume_id,
-            generation=row.generation,
-            format=row.backend.format,
-            size_bytes=found.size_bytes,
-            allocated_bytes=found.allocated_bytes,
-            path=found.location,
-            created=created,
-            attached_to="" if held is None else held.vm_id,
-            last_error=row.last_error or found.problem,
-            state="closed" if closed else found.state,
-            cache="direct" if found.direct else "page cache",
-            backend=row.backend,
-        )
+        return await self._describer.info(self.require(volume_id), created=created, live=live)
 
     async def _put(self, row: Volume, **changes: object) -> None:
         current = self._records.volumes.get(row.volume_id, row)
@@ -240,6 +364,12 @@ def check_generation(row: Volume, generation: int) -> None:
         )
 
 
+def _remedy(row: Volume) -> str:
+    if row.backend.format is VolumeFormat.QCOW2:
+        return f"chv volume repair {row.volume_id}, or restore a backup"
+    return "put the file back as it was, or restore a backup"
+
+
 def _check_change(row: Volume, spec: VolumeBackend) -> None:
     there = row.backend
     if disk_files.identity(spec) != disk_files.identity(there):
@@ -247,7 +377,7 @@ def _check_change(row: Volume, spec: VolumeBackend) -> None:
             f"the volume is {there.format.value} and keeps its class, place, format and source",
             resource=row.volume_id,
             field="backend",
-            hint="make a new volume",
+            hint="make a new volume, or move it (MoveVolume)",
         )
     if spec.size_bytes < there.size_bytes:
         raise InvalidArgument(

@@ -50,6 +50,7 @@ from chv.stord.plan import (
 from chv.stord.qsd import graph, vhost_user
 from chv.stord.qsd.monitor import Monitor, open_monitor
 from chv.stord.records import Backend, Records
+from chv.stord.tools import Tools
 
 STOP_GRACE_S = 3.0
 EXIT_WAIT_S = 1.0
@@ -67,6 +68,7 @@ class Parts:
     records: Records
     provider: Provider
     disks: Disks
+    tools: Tools
     clock: Clock
     ids: Ids
     boot_id: str
@@ -89,6 +91,12 @@ class Work:
 
     async def _reached(self, place: str) -> None:
         await failpoint(f"stord.{self._verb}.{place}")
+
+    async def monitor(self) -> Monitor | None:
+        """Return the monitor of the storage daemon that serves; None where none lives."""
+        if await self._find_worker() is None:
+            return None
+        return await self._open_monitor()
 
     # --- observation
     async def observe(self) -> Observed:

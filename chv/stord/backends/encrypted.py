@@ -24,7 +24,7 @@ KEY = "k"
 
 
 async def build(tools: Tools, layout: Layout, disk: Path, spec: VolumeBackend) -> None:
-    """Make the disk that the spec wants, on top of or with the data of its image."""
+    """Make an empty disk, on top of its image where it is qcow2; a job copies one into raw."""
     key = await _key(layout, spec)
     await anyio.to_thread.run_sync(_reserve, disk)
     argv = ["create", "-q", "-f", luks.driver(spec.format.value)]
@@ -34,14 +34,6 @@ async def build(tools: Tools, layout: Layout, disk: Path, spec: VolumeBackend) -
         argv += ["-u", "-b", spec.source.path, "-F", spec.source.format.value]
     call = Call(owns=(disk,), keys={KEY: key}, timeout_s=TIMEOUT_S)
     await tools.run([*argv, str(disk), str(spec.size_bytes)], call)
-    if spec.source is not None and spec.format is VolumeFormat.RAW:
-        image = Path(spec.source.path)
-        source: graph.Node = {
-            "driver": "raw",
-            "file": {"driver": "file", "filename": str(image)},
-        }
-        copy = Call(owns=(disk,), reads=(image,), keys={KEY: key}, timeout_s=TIMEOUT_S)
-        await tools.convert(source, _node(disk, spec), copy)
 
 
 async def grow(tools: Tools, layout: Layout, disk: Path, spec: VolumeBackend) -> None:

@@ -24,21 +24,18 @@ from chv.common.errors import (
     NotFound,
     OwnershipConflict,
     ResourceExhausted,
-    Unsupported,
 )
 from chv.common.failpoint import failpoint
 from chv.common.layout import Layout
 from chv.common.paths import resolve_inside
 from chv.common.process import CommandFailed, run
-from chv.common.secret import Secret
 from chv.common.wire.stord import CloneMode, VolumeBackend, VolumeFormat, VolumeSource
 from chv.stord.backends import disk_files, encrypted
 from chv.stord.backends.base import Inspection, Space, space_of
 from chv.stord.qsd import graph
-from chv.stord.tools import Tools
+from chv.stord.tools import Call, Tools, json_image
 
 QEMU_IMG_TIMEOUT_S = 50.0
-KEY_ID = "k"
 
 
 class FileBackend:
@@ -175,7 +172,7 @@ class FileBackend:
 
     async def _build(self, disk: Path, spec: VolumeBackend) -> None:
         if spec.encryption is not None:
-            await self._build_locked(disk, spec, spec.encryption.key)
+            await encrypted.build(self._tools, self._layout, disk, spec)
         elif spec.format is VolumeFormat.RAW:
             await anyio.to_thread.run_sync(disk_files.build_raw, disk, spec)
         else:
@@ -186,49 +183,29 @@ class FileBackend:
             await _qemu_img([*argv, str(disk), str(spec.size_bytes)], disk)
         await anyio.to_thread.run_sync(disk_files.settle, disk)
 
-    async def _build_locked(self, disk: Path, spec: VolumeBackend, key: str) -> None:
-        """Make an empty LUKS image; what lies below it is nowhere but in the records."""
-        await anyio.to_thread.run_sync(disk_files.touch, disk)
-        argv = ["create", "-q", "-f", luks.driver(spec.format.value)]
-        argv += ["-o", luks.create_options(spec.format.value, KEY_ID)]
-        call = await self._call(disk, key)
-        await self._tools.run([*argv, str(disk), str(spec.size_bytes)], call)
-
-    async def _call(self, disk: Path, key: str) -> Call:
-        keys: dict[str, Secret] = {}
-        if key:
-            keys[KEY_ID] = await anyio.to_thread.run_sync(read_key, self._layout, key)
-        return Call(owns=(disk,), keys=keys, timeout_s=QEMU_IMG_TIMEOUT_S)
-
     async def grow(self, volume_id: str, spec: VolumeBackend) -> None:
         """Make it as large as the spec says; never smaller."""
-        disk = self.disk_path(volume_id, spec)
+        disk, locked = self.disk_path(volume_id, spec), spec.encryption is not None
         with disk_files.exclusively(self.lock_path(volume_id)):
-            if disk_files.guest_size_bytes(disk, spec) < spec.size_bytes:
-                if spec.format is VolumeFormat.RAW and spec.encryption is None:
+            there = disk_files.virtual_size_bytes(disk, spec.format, encrypted=locked)
+            if there < spec.size_bytes:
+                if locked:
+                    await encrypted.grow(self._tools, self._layout, disk, spec)
+                elif spec.format is VolumeFormat.RAW:
                     await anyio.to_thread.run_sync(disk_files.extend_raw, disk, spec.size_bytes)
                 else:
-                    key = "" if spec.encryption is None else spec.encryption.key
-                    await self.extend_image(disk, spec.format, key, spec.size_bytes)
+                    await self._extend_qcow2(disk, spec.size_bytes)
             await anyio.to_thread.run_sync(disk_files.describe, self.home(volume_id), spec)
 
-    async def extend_image(
-        self, disk: Path, image_format: VolumeFormat, key: str, size_bytes: int
-    ) -> None:
-        """Make a qcow2 or LUKS file larger without a look at what lies below it.
-
-        Nothing of a lower layer can come to light in the new part: none is larger than this one.
-        """
-        layer = graph.LayerNode(
-            number=0,
-            format=image_format.value,
-            protocol=disk_files.protocol(disk, self._aio),
-            key=key,
-        )
-        node = graph.image_node(layer, KEY_ID)
-        if image_format is VolumeFormat.QCOW2:
-            node["backing"] = None
-        call = await self._call(disk, key)
+    async def _extend_qcow2(self, disk: Path, size_bytes: int) -> None:
+        # The backing file is left out: the volume is never smaller than what is below it, so
+        # nothing of that can come to light in the new part.
+        node: graph.Node = {
+            "driver": "qcow2",
+            "backing": None,
+            "file": {"driver": "file", "filename": str(disk)},
+        }
+        call = Call(owns=(disk,), timeout_s=QEMU_IMG_TIMEOUT_S)
         await self._tools.run(["resize", "-q", json_image(node), str(size_bytes)], call)
 
     async def extend_device(self, volume_id: str, spec: VolumeBackend) -> None:

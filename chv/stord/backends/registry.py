@@ -15,7 +15,6 @@ from chv.common.wire.stord import VolumeBackend, VolumeClass
 from chv.stord.backends.base import Backend
 from chv.stord.backends.file import FileBackend
 from chv.stord.tools import Tools
-from chv.stord.tools import Tools
 
 PACKAGE = "chv.stord.backends"
 

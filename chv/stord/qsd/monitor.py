@@ -73,6 +73,11 @@ class Monitor:
         """Raise where the storage daemon does not answer."""
         await self.call("query-version")
 
+    async def major(self) -> int:
+        """Return the major version of the storage daemon that runs, whatever is installed."""
+        answer = cast(dict[str, dict[str, int]], await self.call("query-version"))
+        return answer["qemu"]["major"]
+
     async def exports(self) -> frozenset[str]:
         """Return the ids of all exports, those that are shutting down included."""
         return await self._names("query-block-exports", "id", {})

@@ -1,0 +1,106 @@
+"""What is told of a volume: its record, its files, and who has it. Reads only."""
+
+from __future__ import annotations
+
+import contextlib
+
+from chv.common.errors import ChvError, FailedPrecondition, NotFound
+from chv.common.wire.stord import (
+    CloneMode,
+    Limits,
+    SnapshotInfo,
+    SpaceLevel,
+    VolumeInfo,
+)
+from chv.stord.backends.base import Inspection, Space
+from chv.stord.disks import Disks
+from chv.stord.records import Records, Snapshot, Volume, VolumeState
+
+
+class Describer:
+    """Describes volumes."""
+
+    def __init__(self, records: Records, disks: Disks) -> None:
+        self._records = records
+        self._disks = disks
+
+    async def info(
+        self, row: Volume, *, created: bool = False, live: Limits | None = None
+    ) -> VolumeInfo:
+        """Return the volume as it is on disk now. `live`: limits that were read back."""
+        found = await self._look(row)
+        holders = self._records.holders(row.volume_id)
+        held = self._records.holder(row.volume_id)
+        job = self._records.job_of(row.volume_id)
+        space = await self._space(row) if found.state == "open" else None
+        wanted = row.backend.size_bytes
+        pending = row.made_size_bytes and found.size_bytes < wanted
+        return VolumeInfo(
+            volume_id=row.volume_id,
+            generation=row.generation,
+            format=row.backend.format,
+            size_bytes=found.size_bytes,
+            allocated_bytes=found.allocated_bytes,
+            path=found.location,
+            created=created,
+            attached_to="" if held is None else held.vm_id,
+            last_error=row.last_error or found.problem,
+            state=state_of(row, found),
+            cache="direct" if found.direct else "page cache",
+            class_name=row.backend.class_name,
+            pool=row.backend.pool,
+            readers=sorted(each.vm_id for each in holders if each is not held),
+            pending_size_bytes=wanted if pending else 0,
+            applied=row.applied,
+            limits=row.backend.limits if live is None else live,
+            limits_live=live is not None,
+            encryption_key=row.key,
+            snapshots=[self.snapshot(row, each) for each in row.snapshots],
+            layers=len(row.layers),
+            parent=parent_of(row),
+            space=SpaceLevel.UNKNOWN if space is None else space.level,
+            space_policy=row.backend.space_policy,
+            free_bytes=0 if space is None else space.free_bytes,
+            location=found.location,
+            job="" if job is None else job.info.job_id,
+        )
+
+    def snapshot(self, row: Volume, snapshot: Snapshot) -> SnapshotInfo:
+        """Describe one snapshot. What it holds alone is known only where its layer is a file."""
+        return SnapshotInfo(
+            snapshot_id=snapshot.snapshot_id,
+            volume_id=row.volume_id,
+            created_at=snapshot.created_at,
+            size_bytes=snapshot.size_bytes,
+            used_by=self._records.clones(row.volume_id, snapshot.snapshot_id),
+            deleting=snapshot.deleting,
+        )
+
+    async def _look(self, row: Volume) -> Inspection:
+        """Inspect; a class whose module is gone is told as a problem of the volume."""
+        try:
+            return await self._disks.inspect(row.volume_id)
+        except ChvError as error:
+            location = row.backend.class_name.value
+            return Inspection(location=location, state="broken", problem=error.message)
+
+    async def _space(self, row: Volume) -> Space | None:
+        backend = self._disks.backend(row.backend)
+        with contextlib.suppress(NotFound, FileNotFoundError, FailedPrecondition):
+            return await backend.space(row.volume_id, row.backend)
+        return None
+
+
+def state_of(row: Volume, found: Inspection) -> str:
+    """Return the outward state: what is wrong with the files comes before what is recorded."""
+    if row.state is VolumeState.CREATING:
+        return VolumeState.CREATING.value
+    if found.state == "open" and row.state is VolumeState.CLOSED:
+        return VolumeState.CLOSED.value
+    return found.state
+
+
+def parent_of(row: Volume) -> str:
+    """Return the volume that a linked clone rests on."""
+    source = row.backend.snapshot
+    return source.volume_id if source is not None and source.mode is CloneMode.LINKED else ""
