@@ -63,6 +63,7 @@ class Describer:
             free_bytes=0 if space is None else space.free_bytes,
             location=found.location,
             job="" if job is None else job.info.job_id,
+            backend=row.backend,
         )
 
     def snapshot(self, row: Volume, snapshot: Snapshot) -> SnapshotInfo:
