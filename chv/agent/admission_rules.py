@@ -22,6 +22,7 @@ from chv.common.wire.resources import (
     VolumeAccessMode,
     VolumeSnapshot,
 )
+from chv.vmm.driver import HOT_PLUG
 
 Find = Callable[[str, str, str], StoredObject | None]
 # Another value of these means another place, or another format of the bytes there.
@@ -176,8 +177,8 @@ def _check_vm(
         )
     if before.uid not in tables.workers:
         return
+    _check_disks(before, old, new)
     for field, was, now in (
-        ("spec.disks", old.spec.disks, new.spec.disks),
         ("spec.interfaces", old.spec.interfaces, new.spec.interfaces),
         ("spec.boot.image", old.spec.boot.image, new.spec.boot.image),
     ):
@@ -188,6 +189,34 @@ def _check_vm(
                 field=field,
                 hint=f"chv stop {new.metadata.name}, then apply again",
             )
+
+
+def _check_disks(before: StoredObject, old: VirtualMachine, new: VirtualMachine) -> None:
+    """A running VM takes up disks and lets go of them where its VMM can."""
+    was, now = old.spec.disks, new.spec.disks
+    if was == now:
+        return
+    assert before.facts is not None
+    selection, name = before.facts.selection, new.metadata.name
+    problem, field = "", "spec.disks"
+    if selection is None or selection.name not in HOT_PLUG:
+        problem = "they cannot change while the VM runs"
+    elif not new.spec.boot.image and was[:1] != now[:1]:
+        problem, field = "it cannot change while the VM runs: it has booted from it", f"{field}[0]"
+    elif changed := [
+        disk.name
+        for disk in was
+        for after in now
+        if (disk.name, disk.volume) == (after.name, after.volume) and disk != after
+    ]:
+        problem = f"readOnly of {', '.join(changed)} cannot change while the VM runs"
+    if problem:
+        raise FailedPrecondition(
+            problem,
+            resource=before.title,
+            field=field,
+            hint=f"chv stop {name}, then apply again",
+        )
 
 
 def _refuse_changed(

@@ -56,6 +56,7 @@ class Context:
         self.sessions = Listing(lambda: self.stord.call(stord.LIST_SESSIONS, Empty()))
         self.networks = Listing(lambda: self.nwd.call(nwd.LIST_NETWORKS, Empty()))
         self.nics = Listing(lambda: self.nwd.call(nwd.LIST_NICS, Empty()))
+        self.freezing: set[str] = set()  # VMs whose guest is frozen by somebody who will thaw it
         self.encoded: dict[str, tuple[Resource, msgspec.Raw]] = {}  # objects as JSON, by uid
         self.bugs: deque[str] = deque(maxlen=BUGS_MAX)  # what the firewall caught
         self.seen_at: dict[str, float] = {}  # monotonic time of the last full look at an object

@@ -23,7 +23,7 @@ from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.rpc import Method
 from chv.common.wire.resources import VmmChoice
 from chv.images.store import Collected
-from chv.vmm.driver import VmmConfig, VmmObservation
+from chv.vmm.driver import DiskConfig, PluggedDisk, VmmConfig, VmmObservation
 
 P = TypeVar("P", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
@@ -126,6 +126,33 @@ class VmmPort(Protocol):
 
     async def await_disks(self, vm: VmHandle, disk_ids: tuple[str, ...]) -> None:
         """Return once the VMM is connected to these vhost-user disks again."""
+        ...
+
+    async def disks(self, vm: VmHandle) -> tuple[PluggedDisk, ...]:
+        """Return the vhost-user disks that are plugged, one that is being let go of included."""
+        ...
+
+    async def add_disk(self, vm: VmHandle, disk: DiskConfig) -> None:
+        """Plug a disk that stord serves. Plugged already: no effect."""
+        ...
+
+    async def remove_disk(self, vm: VmHandle, disk_id: str) -> None:
+        """Unplug a disk; returns only when guest and VMM have let go. Not there: no effect.
+
+        DeadlineExceeded: the guest has not let go yet and may do so later.
+        """
+        ...
+
+    async def ping_guest(self, vm: VmHandle) -> None:
+        """Return where the guest agent answers; Unavailable where not."""
+        ...
+
+    async def freeze_guest(self, vm: VmHandle) -> None:
+        """Let the guest agent freeze the file systems. OutcomeUnknown: they may be frozen."""
+        ...
+
+    async def thaw_guest(self, vm: VmHandle) -> None:
+        """Let the guest agent thaw them and read back that they are. Thawed: no effect."""
         ...
 
     async def signal(self, record: WorkerRecord, number: signal.Signals) -> None:

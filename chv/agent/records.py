@@ -165,6 +165,8 @@ class WorkerRow(Record):
     recovering: bool = False  # a reset must come before its vCPUs run again
     ending: Ending | None = None
     spec: VirtualMachineSpec | None = None  # that it was started from
+    frozen: bool = False  # the guest may be frozen: it is to be thawed before all else
+    storage_resets: int = 0  # after a loss of its storage daemon
 
 
 class StoredObject(Record):

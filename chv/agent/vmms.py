@@ -28,7 +28,7 @@ from chv.common.process import AdoptVerdict, Provider, SpawnSpec, WorkerRecord, 
 from chv.common.process import wait_gone as wait_process_gone
 from chv.common.wire.nwd import OPEN_NIC, OpenVmNic
 from chv.common.wire.resources import VmmChoice
-from chv.vmm.driver import Launch, VmmDriver, VmmObservation
+from chv.vmm.driver import DiskConfig, Launch, PluggedDisk, VmmDriver, VmmObservation
 
 VMM_LOG = "vmm.log"
 SOCKET_TIMEOUT_S = 5.0
@@ -172,6 +172,30 @@ class Vmms:
     async def await_disks(self, vm: VmHandle, disk_ids: tuple[str, ...]) -> None:
         """Wait for the vhost-user disks to be connected again."""
         await self._driver(vm).await_disks(self._layout.vmm(vm.uid), disk_ids)
+
+    async def disks(self, vm: VmHandle) -> tuple[PluggedDisk, ...]:
+        """Return the vhost-user disks that are plugged."""
+        return await self._driver(vm).disks(self._layout.vmm(vm.uid))
+
+    async def add_disk(self, vm: VmHandle, disk: DiskConfig) -> None:
+        """Plug a disk."""
+        await self._driver(vm).add_disk(self._layout.vmm(vm.uid), disk)
+
+    async def remove_disk(self, vm: VmHandle, disk_id: str) -> None:
+        """Unplug a disk."""
+        await self._driver(vm).remove_disk(self._layout.vmm(vm.uid), disk_id)
+
+    async def ping_guest(self, vm: VmHandle) -> None:
+        """Ask the guest agent whether it is there."""
+        await self._driver(vm).ping_guest(self._layout.vmm(vm.uid))
+
+    async def freeze_guest(self, vm: VmHandle) -> None:
+        """Let the guest agent freeze the file systems."""
+        await self._driver(vm).freeze_guest(self._layout.vmm(vm.uid))
+
+    async def thaw_guest(self, vm: VmHandle) -> None:
+        """Let the guest agent thaw them."""
+        await self._driver(vm).thaw_guest(self._layout.vmm(vm.uid))
 
     # --- the console
     async def attach_console(self, vm: VmHandle) -> None:

@@ -110,12 +110,14 @@ def disk_connection(disk: DiskConfig, version: tuple[int, int]) -> dict[str, obj
 
 def disk_arguments(disk: DiskConfig, port_id: str) -> dict[str, object]:
     """Return the arguments of `device_add` for a disk that is plugged later."""
+    boot = {"bootindex": disk.boot_index} if disk.boot_index > 0 else {}
     return {
         "driver": VHOST_DEVICE,
         "id": disk_device(disk.id),
         "chardev": disk_chardev(disk.id),
         "num-queues": 1,
         "bus": port_id,
+        **boot,
     }
 
 

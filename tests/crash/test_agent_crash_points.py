@@ -52,6 +52,12 @@ NOT_HERE = (
     "await_disks",
     "reset",
     "resume",
+    "add_disk",
+    "add_disk_effect",
+    "remove_disk",
+    "remove_disk_record",
+    "freeze",
+    "thaw",
 )
 DELETING = ("stop", "cleanup", "detach_volume", "forget", "detach_nic", "remove_files",
             "finish_delete")  # fmt: skip

@@ -6,11 +6,12 @@ a plan is carried out, and what goes wrong in between.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from chv.agent.records import EndKind
 from chv.agent.vm import model as m
@@ -18,7 +19,7 @@ from chv.agent.vm import plan as p
 from chv.agent.vm import steps as s
 from chv.vmm.driver import VmmState
 
-PASSES_MAX = 3
+PASSES_MAX = 5
 VM = "vm"
 
 
@@ -37,21 +38,45 @@ class Model:
     gone: bool = False
     clean: bool = True
     stale: bool = False  # the guest's storage was lost and it was not reset
+    recorded: dict[str, str] = field(default_factory=dict)  # disk id -> volume, in the store
+    plugged: dict[str, str] = field(default_factory=dict)  # ditto, in the VMM
+    pending: set[str] = field(default_factory=set)  # volumes that are larger than the guest knows
+    full: set[str] = field(default_factory=set)
+    regrown: set[str] = field(default_factory=set)
+    restarting: bool = False
+    frozen: bool = False
+    marked: bool = False  # it is in the store that the guest may be frozen
     serial: int = 0
 
     def observe(self, desired: m.DesiredVm) -> m.ObservedVm:
         backend = m.Backend.ABSENT
         if self.attached:
             backend = m.Backend.SERVING if self.serving else m.Backend.LOST
+            if self.serving and self.restarting:
+                backend = m.Backend.RESTARTING
+        worker = self.worker
+        if worker is not None and worker.life is m.Life.ALIVE:
+            worker = replace(
+                worker,
+                disks=dict(self.recorded),
+                plugged=frozenset(self.plugged),
+                frozen=self.marked,
+            )
         return m.ObservedVm(
-            worker=self.worker,
+            worker=worker,
             attached=frozenset(self.attached),
             backend=backend,
             nics=dict(self.nics),
             volumes={
-                disk.volume_uid: m.ObservedVolume(generation=disk.generation, state="open")
+                disk.volume_uid: m.ObservedVolume(
+                    generation=disk.generation,
+                    state="open",
+                    pending=disk.volume_uid in self.pending,
+                    full=disk.volume_uid in self.full,
+                )
                 for disk in desired.disks
             },
+            regrown=frozenset(self.regrown),
             networks={nic.network_uid: nic.network_generation for nic in desired.nics},
             selected=self.selected,
             files_made=self.files,
@@ -66,9 +91,12 @@ class Model:
             case s.PrepareStep():
                 self.files = True
             case s.AttachVolumeStep(volume_uid=uid):
-                assert not (alive and self.worker and self.worker.state is VmmState.RUNNING)
+                runs = alive and self.worker and self.worker.state is VmmState.RUNNING
+                assert not (runs and uid in self.plugged.values())
                 assert self.serving or not self.attached, "attached to a dead storage daemon"
+                assert not (self.restarting and self.attached), "attached to one that comes back"
                 self.attached.add(uid)
+                self.pending.discard(uid)
                 self.serving = True
             case s.AttachNicStep(nic_id=nic_id):
                 nic = next(nic for nic in desired.nics if nic.nic_id == nic_id)
@@ -91,14 +119,18 @@ class Model:
                 assert not alive
                 self.console, self.clean = False, True
             case s.DetachVolumeStep(volume_uid=uid):
-                assert not alive, "I5: a volume was closed under a VMM"
+                held = {*self.plugged.values(), *self.recorded.values()} if alive else set()
+                assert uid not in held, "I5: a volume was closed under a VMM"
                 self.attached.discard(uid)
                 self.serving = self.serving or not self.attached
+                self.regrown |= {d.grow_now for d in desired.disks if d.volume_uid == uid}
             case s.ForgetWorkerStep():
                 assert not alive
                 assert self.clean
                 assert not self.attached
                 self.worker, self.stale = None, False
+                self.recorded, self.plugged = {}, {}
+                self.frozen = self.marked = False
             case s.DetachNicStep(nic_id=nic_id):
                 assert not alive
                 del self.nics[nic_id]
@@ -115,20 +147,22 @@ class Model:
                 raise AssertionError(f"an ideal world makes nobody wait: {step}")
             case _:
                 assert alive
-                self._on_monitor(step)
+                self._on_monitor(step, desired)
 
-    def _on_monitor(self, step: s.Step) -> None:
+    def _on_monitor(self, step: s.Step, desired: m.DesiredVm) -> None:
         assert self.worker is not None
         match step:
             case s.BootStep() | s.ResumeStep():
                 assert not (self.stale and self.serving), "vCPUs ran before the reset"
+                writable = {d.volume_uid for d in desired.disks if not d.read_only}
+                full = self.full & writable
+                assert self.worker.state is VmmState.RUNNING or not full, "ran without space"
                 self._put(state=VmmState.RUNNING, booted=True)
                 if isinstance(step, s.BootStep):
                     self._put(recovering=False)
             case s.MarkRecoveringStep():
                 self._put(recovering=True)
             case s.PauseStep():
-                assert self.worker.recovering
                 if self.worker.state is VmmState.RUNNING:
                     self._put(state=VmmState.PAUSED)
             case s.RecoverBackendStep():
@@ -137,8 +171,20 @@ class Model:
             case s.AwaitDisksStep():
                 assert self.serving
             case s.ResetStep():
-                self.stale = False
+                self.stale = self.frozen = self.marked = False
                 self._put(recovering=False)
+            case s.AddDiskStep(disk_id=disk_id, volume_uid=uid):
+                assert uid in self.attached
+                assert self.serving
+                assert self.recorded.get(disk_id, uid) == uid or disk_id not in self.plugged
+                self.recorded[disk_id] = self.plugged[disk_id] = uid
+            case s.RemoveDiskStep(disk_id=disk_id):
+                assert self.worker.state is VmmState.RUNNING, "nobody can let go"
+                self.plugged.pop(disk_id, None)
+                self.recorded.pop(disk_id, None)
+            case s.ThawStep():
+                assert self.worker.state is VmmState.RUNNING, "nobody can thaw"
+                self.frozen = self.marked = False
             case _:
                 raise AssertionError(f"the model does not know {step}")
 
@@ -150,7 +196,10 @@ class Model:
         assert {disk.volume_uid for disk in desired.disks} == self.attached
         assert {nic.nic_id for nic in desired.nics} == set(self.nics)
         assert self.serving
+        assert not self.full & {d.volume_uid for d in desired.disks if not d.read_only}
         self.serial += 1
+        self.recorded = {d.disk_id: d.volume_uid for d in desired.disks}
+        self.plugged = dict(self.recorded)
         self.worker = m.ObservedWorker(
             worker_id=f"w{self.serial}", life=m.Life.ALIVE, state=VmmState.CREATED
         )
@@ -167,6 +216,15 @@ class PlannerMachine(RuleBasedStateMachine):
         super().__init__()
         self.model = Model()
         self.desired = m.DesiredVm(uid=VM, running=False)
+        self.grown = 0
+
+    @initialize(runs=st.booleans())
+    def begin(self, runs: bool) -> None:
+        """Half of the time with a VM that runs: most of what can happen needs one."""
+        if runs:
+            self.want_parts(disks={"v1", "v2"}, nics={"n1"}, generation=1)
+            self.want(running=True, force=False)
+            self.converge()
 
     def _idle(self) -> bool:
         return self.model.worker is None and not self.model.gone
@@ -179,12 +237,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def want_parts(self, disks: set[str], nics: set[str], generation: int) -> None:
         if not self._idle():
             return  # admission refuses it while a VMM is recorded
+        self.want_disks(disks=sorted(disks))
         self.desired = replace(
             self.desired,
-            disks=tuple(
-                m.DesiredDisk(name=uid, volume=uid, volume_uid=uid, generation=1)
-                for uid in sorted(disks)
-            ),
             nics=tuple(
                 m.DesiredNic(
                     name=uid,
@@ -197,6 +252,58 @@ class PlannerMachine(RuleBasedStateMachine):
                 for uid in sorted(nics)
             ),
         )
+
+    @rule(
+        disks=st.lists(st.sampled_from(["v1", "v2", "v3"]), max_size=3, unique=True),
+        only_read=st.sets(st.sampled_from(["v1", "v2", "v3"])),
+    )
+    def want_disks(self, disks: list[str], only_read: Set[str] = frozenset()) -> None:
+        """Also under a running VM; by the order, names change as well as volumes."""
+        if not self.desired.deleting:
+            kept = {d.volume_uid: d.read_only for d in self.desired.disks}
+            self.desired = replace(
+                self.desired,
+                disks=tuple(
+                    m.DesiredDisk(
+                        name=f"d{index}",
+                        volume=uid,
+                        volume_uid=uid,
+                        generation=1,
+                        read_only=kept.get(uid, uid in only_read),
+                    )
+                    for index, uid in enumerate(disks)
+                ),
+            )
+
+    @rule(number=st.integers(0, 2))
+    def grow_now(self, number: int) -> None:
+        disks = list(self.desired.disks)
+        if number < len(disks) and not self.desired.deleting:
+            uid = disks[number].volume_uid
+            if uid in self.model.attached:
+                self.model.pending.add(uid)
+                self.grown += 1
+                disks[number] = replace(disks[number], grow_now=f"op{self.grown}")
+                self.desired = replace(self.desired, disks=tuple(disks))
+
+    @rule(full=st.sets(st.sampled_from(["v1", "v2"]), max_size=1))
+    def space_changes(self, full: set[str]) -> None:
+        self.model.full = set(full)
+
+    @rule(restarting=st.booleans())
+    def storage_restarts(self, restarting: bool) -> None:
+        self.model.restarting = restarting and bool(self.model.attached)
+
+    @rule()
+    def an_agent_dies_while_the_guest_is_frozen(self) -> None:
+        worker = self.model.worker
+        if worker is not None and worker.life is m.Life.ALIVE and worker.booted:
+            self.model.marked = True
+            self.model.frozen = worker.state is VmmState.RUNNING
+
+    @rule()
+    def the_agent_is_new(self) -> None:
+        self.model.regrown.clear()
 
     @rule(running=st.booleans(), force=st.booleans())
     def want(self, running: bool, force: bool) -> None:
@@ -247,11 +354,17 @@ class PlannerMachine(RuleBasedStateMachine):
         if not self.model.gone:
             steps = p.plan(self.desired, self.model.observe(self.desired))
             for step in steps[:part]:
+                if isinstance(step, s.WaitStep):
+                    assert step.reason in ("StorageSpace", "BackendRestarting")
+                    break
                 self.model.apply(step, self.desired)
 
     @rule()
     def converge(self) -> None:
-        """Three passes bring it to what is wanted, and the fourth has nothing to do."""
+        """Some passes bring it to what is wanted, and the next one has nothing to do."""
+        self.model.restarting = False
+        if self._stands_for_want_of_space():
+            return
         for _ in range(PASSES_MAX):
             if self.model.gone:
                 return
@@ -266,9 +379,35 @@ class PlannerMachine(RuleBasedStateMachine):
             assert worker is not None
             assert worker.state is VmmState.RUNNING
             assert not worker.recovering
+            wanted = {d.disk_id: d.volume_uid for d in self.desired.disks}
+            assert self.model.plugged == self.model.recorded == wanted
+            assert self.model.attached == set(wanted.values())
+            assert not self.model.pending & self._to_grow()
+            assert not self.model.frozen
         else:
             assert worker is None
             assert not self.model.attached
+
+    def _to_grow(self) -> set[str]:
+        return {d.volume_uid for d in self.desired.disks if d.grow_now}
+
+    def _stands_for_want_of_space(self) -> bool:
+        """Such a VM stands still and says why; when there is space again it goes on."""
+        full = self.model.full & {d.volume_uid for d in self.desired.disks if not d.read_only}
+        if not full or not self.desired.running or self.model.gone:
+            return False
+        for _ in range(PASSES_MAX):
+            steps = p.plan(self.desired, self.model.observe(self.desired))
+            for step in steps:
+                if not isinstance(step, s.WaitStep):
+                    self.model.apply(step, self.desired)
+            self._fulfilled()
+        (wait,) = p.plan(self.desired, self.model.observe(self.desired))
+        assert isinstance(wait, s.WaitStep)
+        assert wait.reason == "StorageSpace"
+        worker = self.model.worker
+        assert worker is None or worker.state in (VmmState.PAUSED, VmmState.CREATED)
+        return True
 
     def _fulfilled(self) -> None:
         """Requests end with their fulfilment, as the applier does it."""
@@ -364,3 +503,96 @@ def test_a_vmm_that_never_came_up_is_ended_but_one_that_runs_is_not() -> None:
         worker = m.ObservedWorker(worker_id="w", life=m.Life.ALIVE, state=state, start_expired=True)
         steps = p.plan(desired, m.ObservedVm(worker=worker, console=True))
         assert (steps == [s.StopStep(EndKind.START_TIMEOUT, ask=False)]) is ended
+
+
+DATA = m.DesiredDisk(name="d", volume="data", volume_uid="v", generation=1)
+MORE = m.DesiredDisk(name="e", volume="more", volume_uid="w", generation=1)
+OPEN = m.ObservedVolume(generation=1, state="open")
+RUNS = m.DesiredVm(uid=VM, running=True, disks=(DATA,))
+
+
+def running(**changes: object) -> m.ObservedVm:
+    """A VM that runs with one disk, but for `changes`."""
+    worker = m.ObservedWorker(
+        worker_id="w",
+        life=m.Life.ALIVE,
+        state=VmmState.RUNNING,
+        booted=True,
+        disks={"disk-d": "v"},
+        plugged=frozenset({"disk-d"}),
+    )
+    seen = m.ObservedVm(
+        worker=worker,
+        attached=frozenset({"v"}),
+        backend=m.Backend.SERVING,
+        volumes={"v": OPEN, "w": OPEN},
+        console=True,
+    )
+    return replace(seen, **changes)  # type: ignore[arg-type]
+
+
+def test_a_storage_daemon_that_restarts_by_itself_is_no_loss() -> None:
+    assert p.plan(RUNS, running(backend=m.Backend.RESTARTING)) == []
+
+
+def test_no_disk_is_served_by_a_storage_daemon_that_is_coming_back() -> None:
+    desired = replace(RUNS, disks=(DATA, MORE))
+    assert p.plan(desired, running()) == [
+        s.AttachVolumeStep("w", 1, read_only=False),
+        s.AddDiskStep("disk-e", "w"),
+    ]
+    (wait,) = p.plan(desired, running(backend=m.Backend.RESTARTING))
+    assert isinstance(wait, s.WaitStep)
+    assert wait.reason == "BackendRestarting"
+
+
+def test_a_volume_is_detached_only_after_guest_and_vmm_have_let_go() -> None:
+    assert p.plan(replace(RUNS, disks=()), running()) == [
+        s.RemoveDiskStep("disk-d"),
+        s.DetachVolumeStep("v"),
+    ]
+
+
+def test_a_disk_that_was_let_go_of_once_for_an_operation_is_not_let_go_of_again() -> None:
+    desired = replace(RUNS, disks=(replace(DATA, grow_now="op"),))
+    grown = running(volumes={"v": replace(OPEN, pending=True)})
+    assert p.plan(desired, grown) == [s.RemoveDiskStep("disk-d"), s.DetachVolumeStep("v")]
+    assert p.plan(desired, replace(grown, regrown=frozenset({"op"}))) == []
+    assert p.plan(RUNS, grown) == [], "nobody asked for it"
+
+
+def test_a_disk_that_the_guest_lost_sight_of_is_plugged_again() -> None:
+    seen = running()
+    assert seen.worker is not None
+    lost = replace(seen, worker=replace(seen.worker, plugged=frozenset[str]()))
+    assert p.plan(RUNS, lost) == [s.AddDiskStep("disk-d", "v")]
+    silent = replace(seen, worker=replace(seen.worker, plugged=None))
+    assert p.plan(replace(RUNS, disks=()), silent) == [], "whether it let go cannot be told"
+
+
+def test_a_vm_stands_still_while_its_volume_can_take_no_more() -> None:
+    full = running(volumes={"v": replace(OPEN, full=True)})
+    pause, wait = p.plan(RUNS, full)
+    assert pause == s.PauseStep()
+    assert isinstance(wait, s.WaitStep)
+    assert (wait.condition, wait.reason) == ("Paused", "StorageSpace")
+    assert full.worker is not None
+    stands = replace(full, worker=replace(full.worker, state=VmmState.PAUSED))
+    assert p.plan(RUNS, stands) == [wait]
+    assert p.plan(RUNS, replace(stands, volumes={"v": OPEN})) == [s.ResumeStep()]
+    assert p.plan(replace(RUNS, running=False), stands) == [s.StopStep(EndKind.STOP, ask=True)]
+    only_read = replace(RUNS, disks=(replace(DATA, read_only=True),))
+    assert p.plan(only_read, full) == []
+
+
+def test_no_vm_starts_on_a_volume_without_space() -> None:
+    (wait,) = p.plan(RUNS, m.ObservedVm(volumes={"v": replace(OPEN, full=True)}))
+    assert isinstance(wait, s.WaitStep)
+    assert (wait.condition, wait.reason) == ("VolumesReady", "StorageSpace")
+
+
+def test_a_read_only_volume_goes_to_several_vms() -> None:
+    shared = replace(DATA, shared=True, read_only=True)
+    taken = m.ObservedVm(volumes={"v": replace(OPEN, attached_to="other")})
+    steps = p.plan(replace(RUNS, disks=(shared,)), taken)
+    assert s.AttachVolumeStep("v", 1, read_only=True) in steps

@@ -26,7 +26,13 @@ from chv.agent.records import (
     WorkerRow,
 )
 from chv.agent.vm import model, steps
-from chv.agent.vm.config import Parts, vmm_config
+from chv.agent.vm.config import (
+    Parts,
+    boot_index_of,
+    disk_config,
+    served_disks,
+    vmm_config,
+)
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.ending import forget_worker
 from chv.agent.vm.journal import NAMES, title
@@ -37,6 +43,7 @@ from chv.common.failpoint import failpoint
 from chv.common.quantity import parse_duration_s
 from chv.common.wire import nwd, stord
 from chv.common.wire.resources import CloudInitSpec, VirtualMachine
+from chv.vmm.driver import DiskConfig
 
 STEP_S = 90.0  # no single effect but the stop ladder may take longer
 AWAIT_DISKS_S = 20.0
@@ -56,6 +63,7 @@ class Applier:
         self._sight = sight
         self._memory = memory
         self._operation_id = ""
+        self._served = dict(sight.attachments)
         self._seeded: CloudInitSpec | None = None  # what the seed disk was written from
 
     async def apply(self, step: steps.Step) -> None:
@@ -115,7 +123,6 @@ class Applier:
                 await port.boot(vm)
                 await self._put_worker(_replace(self._row, booted=True, recovering=False))
             case steps.MarkRecoveringStep():
-                self._memory.storage_loss = "the storage daemon was lost under the VM"
                 await self._put_worker(_replace(self._row, recovering=True))
             case steps.PauseStep():
                 await port.pause(vm)
@@ -127,6 +134,13 @@ class Applier:
                 await self._reset()
             case steps.ResumeStep():
                 await port.resume(vm)
+            case steps.AddDiskStep():
+                await self._add_disk(step)
+            case steps.RemoveDiskStep(disk_id=disk_id):
+                await self._remove_disk(disk_id)
+            case steps.ThawStep():
+                await port.thaw_guest(vm)
+                await self._put_worker(_replace(self._row, frozen=False))
             case steps.CleanupStep():
                 await port.detach_console(vm)
                 await port.cleanup(vm, self._row.record)
@@ -186,7 +200,8 @@ class Applier:
             vm_gid=layout.vmm_uid(slot),
             read_only=step.read_only,
         )
-        await self._context.stord.call(stord.ATTACH_VOLUME, request)
+        info = await self._context.stord.call(stord.ATTACH_VOLUME, request)
+        self._served[step.volume_uid] = info
         self._context.wake(step.volume_uid)
 
     async def _attach_nic(self, nic_id: str) -> None:
@@ -284,6 +299,30 @@ class Applier:
             raise Conflict("the process to adopt is not there", resource=self._uid)
         await self._put_worker(_replace(self._row, record=record))
 
+    # --- disks of a running VM
+
+    async def _add_disk(self, step: steps.AddDiskStep) -> None:
+        """Record the disk, then plug it: what may be plugged is never detached."""
+        disk = next((d for d in self._desired.disks if d.disk_id == step.disk_id), None)
+        info = self._served.get(step.volume_uid)
+        if disk is None or info is None:
+            raise Conflict("the disk is not served any more", resource=self._uid)
+        row = self._row
+        config = disk_config(disk, info.export_path, boot_index_of(row.config, self._desired, disk))
+        others = tuple(each for each in row.config.disks if each.id != config.id)
+        await self._put_disks(row, (*others, config))
+        await failpoint("agent.vm.add_disk_effect.before")
+        await self._context.world.vmm.add_disk(self._handle, config)
+
+    async def _remove_disk(self, disk_id: str) -> None:
+        await self._context.world.vmm.remove_disk(self._handle, disk_id)
+        await failpoint("agent.vm.remove_disk_record.before")
+        row = self._row
+        await self._put_disks(row, tuple(d for d in row.config.disks if d.id != disk_id))
+
+    async def _put_disks(self, row: WorkerRow, disks: tuple[DiskConfig, ...]) -> None:
+        await self._put_worker(_replace(row, config=_replace(row.config, disks=disks)))
+
     # --- storage loss and reset
 
     async def _recover_backend(self) -> None:
@@ -295,11 +334,12 @@ class Applier:
         self._memory.recovery_failures -= 1
 
     async def _await_disks(self) -> None:
-        disks = self._row.config.disks
-        wanted = tuple(disk.id for disk in disks if disk.kind == "vhost-user-blk")
+        port, vm = self._context.world.vmm, self._handle
         self._memory.recovery_failures += 1
         with anyio.fail_after(AWAIT_DISKS_S):
-            await self._context.world.vmm.await_disks(self._handle, wanted)
+            plugged = {disk.id for disk in await port.disks(vm)}
+            served = served_disks(self._row.config)
+            await port.await_disks(vm, tuple(d.id for d in served if d.id in plugged))
         self._memory.recovery_failures = 0
 
     async def _reset(self) -> None:
@@ -307,7 +347,9 @@ class Applier:
         await self._context.world.vmm.reset(self._handle)
         async with self._context.ledger.writing():
             facts = _replace(facts_of(self._stored), reset_request="")
-            row = _replace(self._row, recovering=False)
+            row = self._row
+            resets = row.storage_resets + row.recovering
+            row = _replace(row, recovering=False, frozen=False, storage_resets=resets)
             changes: list[Change] = [PutFacts(uid=self._uid, facts=facts), PutWorker(row=row)]
             await self._context.ledger.commit_held(*changes)
 
@@ -341,6 +383,11 @@ class Applier:
         )
         with suppress(NotFound):  # that is what we want
             await self._context.stord.call(stord.DETACH_VOLUME, request)
+        self._memory.regrown |= {
+            disk.grow_now
+            for disk in self._desired.disks
+            if disk.grow_now and disk.volume_uid == volume_uid
+        }
         self._context.wake(volume_uid)
 
     def _generation_of(self, uid: str) -> int:

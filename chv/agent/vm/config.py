@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from chv.agent.ports import VmmSelection
 from chv.agent.vm.model import (
+    DesiredDisk,
     DesiredVm,
 )
 from chv.common.errors import FailedPrecondition
@@ -23,6 +24,7 @@ from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig
 # Output on the serial line, and a panic ends in a reset rather than in silence.
 CMDLINE = "console=ttyS0 panic=-1"
 SEED_DISK_ID = "seed"
+VHOST = "vhost-user-blk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +78,31 @@ def _disks(desired: DesiredVm, parts: Parts, *, bootable: bool) -> tuple[DiskCon
         attachment = parts.attachments.get(disk.volume_uid)
         if attachment is None:
             raise FailedPrecondition(f"volume {disk.volume} is not attached any more")
-        found.append(
-            DiskConfig(
-                id=f"disk-{disk.name}",
-                kind="vhost-user-blk",
-                path=attachment.export_path,
-                read_only=disk.read_only,
-                boot_index=1 if bootable and index == 0 else 0,
-            )
-        )
+        boot_index = 1 if bootable and index == 0 else 0
+        found.append(disk_config(disk, attachment.export_path, boot_index))
     return tuple(found)
+
+
+def disk_config(disk: DesiredDisk, path: str, boot_index: int) -> DiskConfig:
+    """Return a volume's disk as the VMM is to have it."""
+    return DiskConfig(
+        id=disk.disk_id,
+        kind=VHOST,
+        path=path,
+        read_only=disk.read_only,
+        boot_index=boot_index,
+        volume_id=disk.volume_uid,
+    )
+
+
+def served_disks(config: VmmConfig) -> tuple[DiskConfig, ...]:
+    """Return the disks of a VMM that a storage daemon serves."""
+    return tuple(disk for disk in config.disks if disk.kind == VHOST)
+
+
+def boot_index_of(config: VmmConfig, desired: DesiredVm, disk: DesiredDisk) -> int:
+    """Return the boot index of a disk that is plugged later."""
+    return 1 if not config.kernel and desired.disks[0] == disk else 0
 
 
 def _seed(parts: Parts) -> DiskConfig:

@@ -13,7 +13,14 @@ from chv.agent.vm.model import (
     DesiredVm,
 )
 from chv.common.ids import derived_uid
-from chv.common.wire.resources import InterfaceSpec, RunStrategy, VirtualMachine
+from chv.common.wire.agent import VolumeVerb
+from chv.common.wire.resources import (
+    InterfaceSpec,
+    RunStrategy,
+    VirtualMachine,
+    Volume,
+    VolumeAccessMode,
+)
 
 
 def vm_of(stored: StoredObject) -> VirtualMachine:
@@ -84,16 +91,32 @@ def _disks(tables: Tables, vm: VirtualMachine) -> tuple[DesiredDisk, ...]:
     found = []
     for disk in vm.spec.disks:
         volume = tables.find("Volume", vm.metadata.namespace, disk.volume)
+        shared = volume is not None and _is_shared(volume)
         found.append(
             DesiredDisk(
                 name=disk.name,
                 volume=disk.volume,
                 volume_uid=volume.uid if volume is not None else "",
                 generation=volume.resource.metadata.generation if volume is not None else 0,
-                read_only=disk.read_only,
+                read_only=disk.read_only or shared,
+                shared=shared,
+                grow_now=_grow_now(volume) if volume is not None else "",
             )
         )
     return tuple(found)
+
+
+def _is_shared(volume: StoredObject) -> bool:
+    assert isinstance(volume.resource, Volume)
+    return volume.resource.spec.access_mode is VolumeAccessMode.READ_ONLY_MANY
+
+
+def _grow_now(volume: StoredObject) -> str:
+    """Return the operation that wants the guest to see the volume's new size at once."""
+    request = volume.volume_facts.request if volume.volume_facts is not None else None
+    if request is None or request.verb != VolumeVerb.GROW_NOW.value or request.cancelling:
+        return ""
+    return request.operation_id
 
 
 def _nics(tables: Tables, vm: VirtualMachine, facts: VmFacts) -> tuple[DesiredNic, ...]:

@@ -89,4 +89,3 @@ def _remember(context: Context, memory: Memory, follow: Consequence) -> None:
     now = context.world.clock.monotonic()
     memory.start_not_before = now + follow.delay_s
     memory.recovery_failures = 0
-    memory.storage_loss = ""

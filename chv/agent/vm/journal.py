@@ -21,6 +21,9 @@ NAMES: dict[type[steps.Step], str] = {
     steps.AwaitDisksStep: "await_disks",
     steps.ResetStep: "reset",
     steps.ResumeStep: "resume",
+    steps.AddDiskStep: "add_disk",
+    steps.RemoveDiskStep: "remove_disk",
+    steps.ThawStep: "thaw",
     steps.StopStep: "stop",
     steps.CleanupStep: "cleanup",
     steps.DetachVolumeStep: "detach_volume",
@@ -29,11 +32,18 @@ NAMES: dict[type[steps.Step], str] = {
     steps.RemoveFilesStep: "remove_files",
     steps.FinishDeleteStep: "finish_delete",
 }
-# Around the three parts of a spawn there are more.
-FAILPOINTS = tuple(
-    f"agent.vm.{name}.{moment}"
-    for name in (*NAMES.values(), "spawn_process", "spawn_record")
-    for moment in ("before", "after")
+# Around the parts of a spawn, a plug, an unplug and a freeze there are more.
+FAILPOINTS = (
+    *(
+        f"agent.vm.{name}.{moment}"
+        for name in (*NAMES.values(), "spawn_process", "spawn_record")
+        for moment in ("before", "after")
+    ),
+    "agent.vm.add_disk_effect.before",
+    "agent.vm.remove_disk_record.before",
+    "agent.vm.freeze.before",
+    "agent.vm.freeze.after",
+    "agent.vm.freeze.thawed",
 )
 
 
@@ -44,6 +54,8 @@ def title(name: str, step: steps.Step) -> str:
             return f"{name} {uid}"
         case steps.AttachNicStep(nic_id=uid) | steps.DetachNicStep(nic_id=uid):
             return f"{name} {uid}"
+        case steps.AddDiskStep(disk_id=disk_id) | steps.RemoveDiskStep(disk_id=disk_id):
+            return f"{name} {disk_id}"
         case steps.StopStep(kind=kind):
             return f"{name} {kind.value}"
         case _:

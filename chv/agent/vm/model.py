@@ -18,6 +18,13 @@ class DesiredDisk:
     volume_uid: str
     generation: int  # of the volume
     read_only: bool = False
+    shared: bool = False  # other VMs may have it as well, all of them read only
+    grow_now: str = ""  # the operation that wants it unplugged, grown and plugged again
+
+    @property
+    def disk_id(self) -> str:
+        """Its id in the VMM."""
+        return f"disk-{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,7 @@ class Backend(Enum):
 
     SERVING = "serving"
     LOST = "lost"
+    RESTARTING = "restarting"  # by itself, under a VM that goes on
     ABSENT = "absent"
 
 
@@ -78,6 +86,9 @@ class ObservedWorker:
     recovering: bool = False
     ending: EndKind | None = None
     start_expired: bool = False  # alive, never booted, and out of time
+    disks: dict[str, str] = field(default_factory=dict)  # recorded: disk id -> volume uid
+    plugged: frozenset[str] | None = None  # disk ids; None: the VMM was not or cannot be asked
+    frozen: bool = False  # the guest was perhaps frozen, and nobody is about to thaw it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,8 @@ class ObservedVolume:
     generation: int
     state: str  # open | missing | broken
     attached_to: str = ""
+    pending: bool = False  # it has grown but for the guest
+    full: bool = False  # no space is left for writes, and its VM is to stand still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,4 +129,5 @@ class ObservedVm:
     files_made: bool = False
     console: bool = False
     recovery_failures: int = 0
+    regrown: frozenset[str] = frozenset()  # operations that have had their disk unplugged
     backoff_s: float = 0.0  # not before that many seconds

@@ -6,10 +6,12 @@ rather than hiding the rest, since a VM must be stoppable without it. Changes no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from chv.agent.context import Context
 from chv.agent.records import StoredObject, WorkerRow
+from chv.agent.vm.config import served_disks
 from chv.agent.vm.desired import facts_of, handle_of
 from chv.agent.vm.model import (
     Backend,
@@ -25,8 +27,15 @@ from chv.common.ids import short_uid
 from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.wire.nwd import NicInfo
 from chv.common.wire.resources import ImageStatus
-from chv.common.wire.stord import AttachmentInfo, BackendState
-from chv.vmm.driver import VmmObservation, VmmState
+from chv.common.wire.stord import (
+    AttachmentInfo,
+    BackendState,
+    SpaceLevel,
+    SpacePolicy,
+    VmBackendInfo,
+    VolumeInfo,
+)
+from chv.vmm.driver import HOT_PLUG, VmmObservation, VmmState
 
 START_S = 60.0  # from spawn until the vCPUs run
 SILENT = (Unavailable, DeadlineExceeded, OutcomeUnknown)
@@ -40,7 +49,7 @@ class Memory:
     start_not_before: float = 0.0
     first_seen: dict[str, float] = field(default_factory=dict)  # worker id -> unbooted since
     recovery_failures: int = 0
-    storage_loss: str = ""  # told in StorageLost until the VM is stopped
+    regrown: frozenset[str] = frozenset()  # operations that have had their disk unplugged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,8 @@ class Sight:
     attachments: dict[str, AttachmentInfo] = field(default_factory=dict)
     nics: dict[str, NicInfo] = field(default_factory=dict)
     image: ImageStatus | None = None
+    volumes: dict[str, VolumeInfo] = field(default_factory=dict)  # that it wants
+    session: VmBackendInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +78,10 @@ async def observe(
     """Look at everything that concerns a VM."""
     row = context.ledger.tables.workers.get(stored.uid)
     process = await judge(context, row) if row is not None else None
-    worker, monitor = await _worker(context, stored, row, process, memory)
     storage = await _storage(context, desired)
+    worker, monitor = await _worker(context, stored, row, process, memory)
+    if worker is not None and row is not None:
+        worker = await _with_disks(context, stored, row, worker, storage)
     network = await _network(context, desired)
     image = _image(context, stored, desired)
     facts = facts_of(stored)
@@ -80,7 +93,7 @@ async def observe(
             attached=frozenset(storage.attachments),
             backend=storage.backend,
             storage_known=storage.known,
-            volumes=storage.volumes,
+            volumes={uid: _volume(info) for uid, info in storage.volumes.items()},
             nics={nic_id: _nic(info) for nic_id, info in network.nics.items()},
             networks=network.ready,
             network_known=network.known,
@@ -89,6 +102,7 @@ async def observe(
             files_made=facts.files_made,
             console=context.world.vmm.console_attached(handle_of(stored)),
             recovery_failures=memory.recovery_failures,
+            regrown=memory.regrown,
             backoff_s=max(0.0, memory.start_not_before - now),
         ),
         record=process.record if process is not None else None,
@@ -96,6 +110,8 @@ async def observe(
         attachments=storage.attachments,
         nics=network.nics,
         image=image,
+        volumes=storage.volumes,
+        session=storage.session,
     )
 
 
@@ -134,8 +150,30 @@ async def _worker(
         recovering=row.recovering,
         ending=row.ending.kind if row.ending is not None else None,
         start_expired=_start_expired(context, row, memory),
+        frozen=row.frozen and stored.uid not in context.freezing,
     )
     return worker, monitor
+
+
+async def _with_disks(
+    context: Context,
+    stored: StoredObject,
+    row: WorkerRow,
+    worker: ObservedWorker,
+    storage: _Storage,
+) -> ObservedWorker:
+    """Add what is recorded as plugged, and what the VMM itself says."""
+    by_path = {each.export_path: uid for uid, each in storage.attachments.items()}
+    recorded = {
+        disk.id: disk.volume_id or by_path.get(disk.path, "") for disk in served_disks(row.config)
+    }
+    plugged: frozenset[str] | None = None
+    if row.driver in HOT_PLUG and worker.state in (VmmState.RUNNING, VmmState.PAUSED):
+        with suppress(*SILENT):
+            seen = await context.world.vmm.disks(handle_of(stored))
+            plugged = frozenset(disk.id for disk in seen)
+    known = {disk_id: uid for disk_id, uid in recorded.items() if uid}
+    return replace(worker, disks=known, plugged=plugged)
 
 
 async def _stranger_lives(context: Context, uid: str) -> bool:
@@ -172,7 +210,8 @@ class _Storage:
     known: bool = False
     backend: Backend = Backend.ABSENT
     attachments: dict[str, AttachmentInfo] = field(default_factory=dict)
-    volumes: dict[str, ObservedVolume] = field(default_factory=dict)
+    volumes: dict[str, VolumeInfo] = field(default_factory=dict)
+    session: VmBackendInfo | None = None
 
 
 async def _storage(context: Context, desired: DesiredVm) -> _Storage:
@@ -184,20 +223,31 @@ async def _storage(context: Context, desired: DesiredVm) -> _Storage:
     seen = _Storage(known=True)
     for session in sessions.sessions:
         if session.vm_id == desired.uid:
+            seen.session = session
             seen.backend = _BACKENDS[session.backend]
             seen.attachments = {each.volume_id: each for each in session.attachments}
     wanted = {disk.volume_uid for disk in desired.disks}
     for volume in volumes.volumes if volumes is not None else ():
         if volume.volume_id in wanted:
-            seen.volumes[volume.volume_id] = ObservedVolume(
-                generation=volume.generation, state=volume.state, attached_to=volume.attached_to
-            )
+            seen.volumes[volume.volume_id] = volume
     return seen
+
+
+def _volume(info: VolumeInfo) -> ObservedVolume:
+    full = info.space is SpaceLevel.CRITICAL and info.space_policy is SpacePolicy.STOP
+    return ObservedVolume(
+        generation=info.generation,
+        state=info.state,
+        attached_to=info.attached_to,
+        pending=info.pending_size_bytes > 0,
+        full=full,
+    )
 
 
 _BACKENDS = {
     BackendState.SERVING: Backend.SERVING,
     BackendState.LOST: Backend.LOST,
+    BackendState.RESTARTING: Backend.RESTARTING,
     BackendState.ABSENT: Backend.ABSENT,
 }
 

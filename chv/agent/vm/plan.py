@@ -20,16 +20,15 @@ from chv.agent.vm.model import (
     ObservedVolume,
     ObservedWorker,
 )
+from chv.agent.vm.plan_disks import detach_volumes, missing_disks, replug, volume_problem
 from chv.agent.vm.steps import (
     AdoptStep,
     AttachConsoleStep,
     AttachNicStep,
-    AttachVolumeStep,
     AwaitDisksStep,
     BootStep,
     CleanupStep,
     DetachNicStep,
-    DetachVolumeStep,
     EnsureSeedStep,
     FinishDeleteStep,
     ForgetWorkerStep,
@@ -44,6 +43,7 @@ from chv.agent.vm.steps import (
     SpawnStep,
     Step,
     StopStep,
+    ThawStep,
     WaitStep,
 )
 from chv.vmm.driver import VmmState
@@ -88,14 +88,14 @@ def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     if desired.deleting:
         return _delete(observed)
     if not desired.running:
-        return [*_detach_volumes(observed.attached), *_unwanted_nics(desired, observed)]
+        return [*detach_volumes(observed.attached), *_unwanted_nics(desired, observed)]
     unwanted = [*_leftovers(desired, observed), *_unwanted_nics(desired, observed)]
     blocked = _blocked(desired, observed)
     return unwanted + ([blocked] if blocked is not None else _start(desired, observed))
 
 
 def _delete(observed: ObservedVm) -> list[Step]:
-    steps = _detach_volumes(observed.attached)
+    steps = detach_volumes(observed.attached)
     steps += [DetachNicStep(nic_id) for nic_id in sorted(observed.nics)]
     if observed.files_made:
         steps.append(RemoveFilesStep())
@@ -108,7 +108,7 @@ def _leftovers(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     A volume that is to grow is let go of as well: it grows only while nobody has it.
     """
     wanted = {disk.volume_uid for disk in desired.disks if not _is_behind(disk, observed.volumes)}
-    return _detach_volumes(observed.attached - wanted)
+    return detach_volumes(observed.attached - wanted)
 
 
 def _unwanted_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
@@ -121,10 +121,6 @@ def _is_behind(disk: DesiredDisk, volumes: dict[str, ObservedVolume]) -> bool:
     return volume is not None and volume.generation < disk.generation
 
 
-def _detach_volumes(volume_uids: frozenset[str]) -> list[Step]:
-    return [DetachVolumeStep(uid) for uid in sorted(volume_uids)]
-
-
 def _blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
     """Return what a start has to wait for."""
     if observed.backoff_s > 0:
@@ -133,9 +129,12 @@ def _blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
     if not observed.image_ready:
         return WaitStep("VMMRunning", "ImageNotReady", f"image {desired.boot_image} is not ready")
     for disk in desired.disks:
-        problem = _volume_problem(desired, disk, observed.volumes.get(disk.volume_uid))
+        problem = volume_problem(desired.uid, disk, observed.volumes.get(disk.volume_uid))
         if problem:
             return WaitStep("VolumesReady", "VolumeNotReady", f"volume {disk.volume} {problem}")
+    full = _full(desired, observed)
+    if full is not None:
+        return WaitStep("VolumesReady", full.reason, full.message)
     for nic in desired.nics:
         ready = observed.networks.get(nic.network_uid)
         if ready is None or ready < nic.network_generation:
@@ -144,35 +143,17 @@ def _blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
     return None
 
 
-def _volume_problem(desired: DesiredVm, disk: DesiredDisk, volume: ObservedVolume | None) -> str:
-    if volume is None or volume.generation < disk.generation:
-        return "is not there yet, or not yet in its newest form"
-    if volume.state != "open":
-        return f"is {volume.state}"
-    if volume.attached_to not in ("", desired.uid):
-        return f"is still attached to {volume.attached_to}"
-    return ""
-
-
 def _start(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     steps: list[Step] = [] if observed.selected else [SelectVmmStep()]
     steps.append(PrepareStep())
     if observed.attached and observed.backend is not Backend.SERVING:
         # Its storage daemon died before a VMM came: attach afresh, nothing can be lost.
-        steps += _detach_volumes(observed.attached)
-        steps += _missing_disks(desired, frozenset())
+        steps += detach_volumes(observed.attached)
+        steps += missing_disks(desired.disks, frozenset())
     else:
-        steps += _missing_disks(desired, observed.attached)
+        steps += missing_disks(desired.disks, observed.attached)
     steps += _nics(desired, observed)
     return [*steps, EnsureSeedStep(), SpawnStep(), AttachConsoleStep(), BootStep()]
-
-
-def _missing_disks(desired: DesiredVm, attached: frozenset[str]) -> list[Step]:
-    return [
-        AttachVolumeStep(disk.volume_uid, disk.generation, disk.read_only)
-        for disk in desired.disks
-        if disk.volume_uid not in attached
-    ]
 
 
 def _nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
@@ -191,34 +172,59 @@ def _after_end(observed: ObservedVm) -> list[Step]:
     if not observed.storage_known:
         message = "the storage daemon service does not answer"
         return [CleanupStep(), WaitStep("VolumesReady", "StorageUnavailable", message, 5.0)]
-    return [CleanupStep(), *_detach_volumes(observed.attached), ForgetWorkerStep()]
+    return [CleanupStep(), *detach_volumes(observed.attached), ForgetWorkerStep()]
 
 
 def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> list[Step]:
     stop = _stop(desired, observed, worker)
     if stop is not None:
         return [stop]
-    if _storage_is_lost(desired, observed) or worker.recovering:
+    if _storage_is_lost(observed, worker) or worker.recovering:
         return _recover(desired, observed, worker)
+    if worker.state is VmmState.UNKNOWN:
+        return [WaitStep("VMMRunning", "MonitorSilent", "the VMM does not answer", retry_s=2.0)]
     steps = _nics(desired, observed) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
-    if worker.state is VmmState.CREATED or (worker.state is VmmState.RUNNING and not worker.booted):
-        steps.append(BootStep())  # where it runs already, that is written down
-    elif worker.state is VmmState.PAUSED:
-        steps.append(ResumeStep())
-    elif worker.state is VmmState.UNKNOWN:
-        return [WaitStep("VMMRunning", "MonitorSilent", "the VMM does not answer", retry_s=2.0)]
+    full = _full(desired, observed)
+    steps += _run(worker, held=full is not None)
     if desired.reset_request:
         steps.append(ResetStep())
+    if full is not None:
+        return [*steps, full]
+    if worker.frozen:
+        steps.append(ThawStep())
+    return steps + replug(desired, observed, worker)
+
+
+def _run(worker: ObservedWorker, *, held: bool) -> list[Step]:
+    """Let the vCPUs run, or stand where they may not; where they run already, record it."""
+    running = worker.state is VmmState.RUNNING
+    steps: list[Step] = []
+    if (running and not worker.booted) or (worker.state is VmmState.CREATED and not held):
+        steps.append(BootStep())
+    if running and held:
+        steps.append(PauseStep())
+    if worker.state is VmmState.PAUSED and not held:
+        steps.append(ResumeStep())
     return steps
+
+
+def _full(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
+    """Return what to wait for where a volume can take no more of what the guest writes."""
+    for disk in desired.disks:
+        volume = observed.volumes.get(disk.volume_uid)
+        if volume is not None and volume.full and not disk.read_only:
+            message = f"hardly any space is left where volume {disk.volume} is"
+            return WaitStep("Paused", "StorageSpace", message)
+    return None
 
 
 def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> StopStep | None:
     """Return how this VMM is to end, where it is."""
     guest_is_up = worker.state in (VmmState.RUNNING, VmmState.PAUSED, VmmState.UNKNOWN)
     # A guest that has lost its disks must not run on to be asked.
-    sound = not worker.recovering and not _storage_is_lost(desired, observed)
+    sound = not worker.recovering and not _storage_is_lost(observed, worker)
     ask = guest_is_up and sound and not desired.force_stop
     if desired.deleting:
         return StopStep(EndKind.DELETE, ask)
@@ -232,28 +238,38 @@ def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> S
         return StopStep(EndKind.GUEST_SHUTDOWN, ask=False)
     if worker.state is VmmState.PANICKED:
         return StopStep(EndKind.PANIC, ask=False)
-    if worker.start_expired and worker.state in (VmmState.CREATED, VmmState.UNKNOWN):
+    stuck = worker.state in (VmmState.CREATED, VmmState.UNKNOWN)
+    if worker.start_expired and stuck and _full(desired, observed) is None:
         return StopStep(EndKind.START_TIMEOUT, ask=False)
     if observed.recovery_failures >= RECOVERY_FAILURES_MAX:
         return StopStep(EndKind.STORAGE_LOST, ask=False)
     return None
 
 
-def _storage_is_lost(desired: DesiredVm, observed: ObservedVm) -> bool:
+def _storage_is_lost(observed: ObservedVm, worker: ObservedWorker) -> bool:
+    """Tell whether the guest is without a disk that it has. A restart under it is no loss."""
     if not observed.storage_known:
         return False
-    missing = {disk.volume_uid for disk in desired.disks} - observed.attached
+    missing = set(worker.disks.values()) - observed.attached
     return observed.backend is Backend.LOST or bool(missing)
 
 
 def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> list[Step]:
-    """The vCPUs stand from before the storage daemon comes back until after the reset."""
+    """The vCPUs stand from before the storage daemon comes back until after the reset.
+
+    They are stopped before it is written down: until the storage daemon comes back, which is
+    later, whoever looks sees the loss.
+    """
     if not observed.storage_known:
         return [PauseStep(), WaitStep("StorageLost", "StorageUnavailable", "stord is silent", 2.0)]
-    steps: list[Step] = [] if worker.recovering else [MarkRecoveringStep()]
-    steps.append(PauseStep())
+    steps: list[Step] = [PauseStep()]
+    if not worker.recovering:
+        steps.append(MarkRecoveringStep())
     if observed.attached and observed.backend is not Backend.SERVING:
         steps.append(RecoverBackendStep())
-    steps += _missing_disks(desired, observed.attached)
-    run = BootStep() if worker.state is VmmState.CREATED else ResumeStep()
-    return [*steps, AwaitDisksStep(), ResetStep(), run]
+    had = set(worker.disks.values())
+    steps += missing_disks([d for d in desired.disks if d.volume_uid in had], observed.attached)
+    steps += [AwaitDisksStep(), ResetStep()]
+    if _full(desired, observed) is None:
+        steps.append(BootStep() if worker.state is VmmState.CREATED else ResumeStep())
+    return steps

@@ -242,7 +242,6 @@ class VmReconciler:
             row=self._context.ledger.tables.workers.get(self._uid),
             evidence=self._prober.evidence(),
             started_at=self._started_at,
-            storage_loss=self._memory.storage_loss,
             problem=self._problem,
             same_boot="+" not in self._boot,
         )

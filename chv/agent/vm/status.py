@@ -12,12 +12,12 @@ from chv.agent.conditions import condition, merge
 from chv.agent.records import StoredObject, WorkerRow
 from chv.agent.vm.desired import facts_of, vm_of
 from chv.agent.vm.model import (
-    Backend,
     DesiredVm,
     Life,
 )
 from chv.agent.vm.observe import Sight
 from chv.agent.vm.pending import pending_changes, running_memory
+from chv.agent.vm.status_disks import disk_status, storage_lost, volumes_ready, wait_for
 from chv.agent.vm.steps import (
     SpawnStep,
     Step,
@@ -57,7 +57,6 @@ class Picture:
     row: WorkerRow | None
     evidence: Evidence
     started_at: str
-    storage_loss: str
     problem: str = ""  # a final error
     same_boot: bool = True  # no reset since this agent came
 
@@ -148,43 +147,22 @@ def _phase_without_worker(picture: Picture) -> VmPhase:
 
 def _conditions(picture: Picture) -> list[Condition]:
     return [
-        _volumes_ready(picture),
+        volumes_ready(picture.desired, picture.sight, picture.steps),
         _network_ready(picture),
         _vmm_running(picture),
         _guest_booted(picture),
         _ssh_ready(picture),
         _paused(picture),
-        _storage_lost(picture),
+        storage_lost(picture.sight, picture.row, alive=picture.alive),
         _restart_required(picture),
     ]
-
-
-def _wait(picture: Picture, kind: str) -> WaitStep | None:
-    waits = [step for step in picture.steps if isinstance(step, WaitStep)]
-    return next((step for step in waits if step.condition == kind), None)
-
-
-def _volumes_ready(picture: Picture) -> Condition:
-    seen, desired = picture.sight.vm, picture.desired
-    if not seen.storage_known:
-        return condition("VolumesReady", None, "StorageUnavailable", "stord does not answer")
-    wait = _wait(picture, "VolumesReady")
-    if wait is not None:
-        return condition("VolumesReady", False, wait.reason, wait.message)
-    missing = [d.volume for d in desired.disks if d.volume_uid not in seen.attached]
-    if missing:
-        return condition("VolumesReady", False, "NotAttached", f"not attached: {missing}")
-    if desired.disks and seen.backend is not Backend.SERVING:
-        return condition("VolumesReady", False, "BackendLost", "the storage daemon is gone")
-    paths = [a.export_path for a in picture.sight.attachments.values()]
-    return condition("VolumesReady", True, "Attached", evidence=", ".join(sorted(paths)))
 
 
 def _network_ready(picture: Picture) -> Condition:
     seen = picture.sight.vm
     if not seen.network_known:
         return condition("NetworkReady", None, "NetworkUnavailable", "nwd does not answer")
-    wait = _wait(picture, "NetworkReady")
+    wait = wait_for(picture.steps, "NetworkReady")
     if wait is not None:
         return condition("NetworkReady", False, wait.reason, wait.message)
     right = {nic_id for nic_id, nic in seen.nics.items() if nic.attached}
@@ -219,7 +197,7 @@ def _lost_taps(picture: Picture) -> list[str]:
 
 def _vmm_running(picture: Picture) -> Condition:
     seen = picture.sight.vm
-    wait = _wait(picture, "VMMRunning")
+    wait = wait_for(picture.steps, "VMMRunning")
     if wait is not None and wait.reason in ("InDoubt", "MonitorSilent"):
         evidence = picture.sight.monitor.evidence if picture.sight.monitor is not None else ""
         return condition("VMMRunning", None, wait.reason, wait.message, evidence)
@@ -285,18 +263,10 @@ def _paused(picture: Picture) -> Condition:
     if picture.state is VmmState.UNKNOWN:
         return condition("Paused", None, "MonitorSilent")
     paused = picture.state is VmmState.PAUSED
+    wait = wait_for(picture.steps, "Paused")
+    if wait is not None:
+        return condition("Paused", paused, wait.reason, wait.message)
     return condition("Paused", paused, "VcpusStand" if paused else "VcpusRun")
-
-
-def _storage_lost(picture: Picture) -> Condition:
-    seen = picture.sight.vm
-    recovering = seen.worker is not None and seen.worker.recovering
-    if (picture.alive and seen.backend is Backend.LOST) or recovering:
-        return condition("StorageLost", True, "BackendLost", "the VM waits for a reset")
-    if picture.storage_loss:
-        message = "the storage daemon died under the VM; it was reset before its disks came back"
-        return condition("StorageLost", False, "Recovered", message)
-    return condition("StorageLost", False, "NeverLost")
 
 
 def _restart_required(picture: Picture) -> Condition:
@@ -358,12 +328,11 @@ def _interfaces(picture: Picture) -> list[InterfaceStatus]:
 
 
 def _disks(picture: Picture) -> list[DiskStatus]:
-    found = []
-    for disk in picture.desired.disks:
-        info = picture.sight.attachments.get(disk.volume_uid)
-        export = f"vhost-user-blk:{info.export_path}" if info is not None else ""
-        crash_class = info.crash_class.value if info is not None else ""
-        found.append(
-            DiskStatus(name=disk.name, volume=disk.volume, export=export, crash_class=crash_class)
+    return [
+        disk_status(
+            disk,
+            picture.sight.attachments.get(disk.volume_uid),
+            picture.sight.volumes.get(disk.volume_uid),
         )
-    return found
+        for disk in picture.desired.disks
+    ]

@@ -142,9 +142,32 @@ class FinishDeleteStep:
     """Replace the object by its tombstone."""
 
 
+@dataclass(frozen=True, slots=True)
+class AddDiskStep:
+    """Record and plug a disk of a running VM."""
+
+    disk_id: str
+    volume_uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveDiskStep:
+    """Unplug a disk of a running VM and drop it from the record."""
+
+    disk_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThawStep:
+    """Thaw a guest that somebody froze who is no more."""
+
+
 # Effects on a VMM that is there.
 VmmStep = (
     AttachConsoleStep
+    | AddDiskStep
+    | RemoveDiskStep
+    | ThawStep
     | BootStep
     | MarkRecoveringStep
     | PauseStep
