@@ -290,9 +290,9 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     On a running VM, `runStrategy`, `shutdownTimeout` and `guestPorts` change at once. `cpus`,
     `memory`, `boot.cmdline` and `cloudInit` are stored and take effect at the next start; until
     then the condition `RestartRequired` is True and names them, and `status.vmm` shows what runs.
-    (A guest's cloud-init applies much of `cloudInit` only at the first boot of a disk.) `disks`,
-    `interfaces` and `boot.image` change only while it is stopped, `vmm` never after the first
-    start.
+    (A guest's cloud-init applies much of `cloudInit` only at the first boot of a disk.) `disks`
+    are plugged and unplugged, but for the one that the firmware booted. `interfaces` and
+    `boot.image` change only while it is stopped, `vmm` never after the first start.
     """
 
     run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE
@@ -348,12 +348,19 @@ class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class DiskStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A disk as stord reports it. `export` is `vhost-user-blk:PATH`."""
+    """A disk as stord reports it. `export` is `vhost-user-blk:PATH`.
+
+    `crashClass`: what the loss of the storage daemon would mean: keep_vm | reset_vm. `proxy`:
+    the in-flight proxy is in its path. `limits`: as the storage daemon itself reports them.
+    """
 
     name: str
     volume: str
     export: str = ""
     crash_class: str = ""
+    proxy: bool = False
+    read_only: bool = False
+    limits: VolumeLimits = VolumeLimits()
 
 
 class VirtualMachineStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
