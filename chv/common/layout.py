@@ -124,7 +124,7 @@ class Layout:
 
     def cluster_access(self, volume_uid: str, uid: int) -> Path:
         """0700 <uid>: how the storage daemon reaches a volume's Ceph cluster, and its key."""
-        return self.run / "ceph" / f"{volume_uid}-{uid}"
+        return self.volume(volume_uid) / f"ceph-{uid}"
 
     def vm_state(self, vm_uid: str) -> Path:
         """0711 root: seed disk (0600, the VM's uid), host keys, serial recording."""

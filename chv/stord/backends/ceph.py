@@ -148,6 +148,8 @@ async def _run(place: RbdPlace, argv: list[str], timeout_s: float) -> bytes:
     except DeadlineExceeded as error:
         raise Unavailable(f"{name} did not answer within {timeout_s:g} s") from error
     except CommandFailed as error:
+        if b"couldn't connect" in error.stderr:
+            await _key(place)  # rbd does not say that it has no key
         raise _translated(name, error) from error
 
 
@@ -155,12 +157,8 @@ def _translated(name: str, failed: CommandFailed) -> ChvError:
     text = failed.stderr.decode(errors="replace")
     if failed.returncode == NO_SUCH and "No such file" in text:
         return NotFound(f"{name}: {failed.message}")
-    if "unable to find a keyring" in text or "Operation not permitted" in text:
-        return PermissionDenied(
-            f"{name} has no key for this client here, or refuses it: {failed.message}",
-            field="backend.rbd.user",
-            hint="ceph auth get client.NAME -o /etc/ceph/ceph.client.NAME.keyring",
-        )
+    if "Operation not permitted" in text or "Permission denied" in text:
+        return PermissionDenied(f"{name} refuses the client: {failed.message}")
     if "error connecting" in text or "couldn't connect" in text:
         return Unavailable(f"{name} cannot be reached: {failed.message}")
     if "watchers" in text:
@@ -187,7 +185,7 @@ def is_ours(host: str) -> bool:
 async def lend(place: RbdPlace, directory: Path, uid: int) -> None:
     """Make the directory with which `uid` is this client: configuration and key, 0400."""
     user = f"client.{place.user or DEFAULT_USER}"
-    key = await _key(place, user)
+    key = await _key(place)
     keyring = directory / "keyring"
     ours = (
         f"\n[{user}]\nkeyring = {keyring}\nlog file =\nadmin socket =\n"
@@ -203,10 +201,11 @@ async def lend(place: RbdPlace, directory: Path, uid: int) -> None:
         atomic_write(path, data, mode=0o400, uid=uid, gid=uid)
 
 
-async def _key(place: RbdPlace, user: str) -> str:
+async def _key(place: RbdPlace) -> str:
     """Return the client's key, from the first of its keyrings that has one."""
+    user = f"client.{place.user or DEFAULT_USER}"
     lookup = ["ceph-conf", "--conf", place.conf, "--name", user, "--show-config-value", "keyring"]
-    candidates = (await _run(place, lookup, TIMEOUT_S)).decode().strip().split(",")
+    candidates = (await run(lookup, timeout_s=TIMEOUT_S)).stdout.decode().strip().split(",")
     for path in (candidate.strip() for candidate in candidates):
         if not Path(path).is_file():
             continue
@@ -217,10 +216,10 @@ async def _key(place: RbdPlace, user: str) -> str:
         )
         if found.returncode == 0 and _KEY.match(key := found.stdout.decode().strip()):
             return key
-    raise NotFound(
-        f"no keyring has a key of {user}",
+    raise PermissionDenied(
+        f"this node has no key of {user}",
         field="backend.rbd.user",
-        hint=f"looked in {', '.join(candidates)}",
+        hint=f"ceph auth get {user} -o {candidates[0].strip()}",
     )
 
 
