@@ -380,11 +380,26 @@ class VolumeMetrics(Reply, frozen=True, kw_only=True):
     attached: bool
 
 
+class PlaceSpace(Reply, frozen=True, kw_only=True):
+    """Where bytes of volumes go: a file system, a volume group or thin pool, an RBD pool.
+
+    `promised_bytes`: the sizes of all its volumes together, which may be more than there is.
+    """
+
+    location: str
+    total_bytes: int
+    free_bytes: int
+    promised_bytes: int
+    volumes: int
+    level: SpaceLevel
+
+
 class StorageMetrics(Reply, frozen=True, kw_only=True):
     """`unsupported` names what nobody counts, and why, instead of showing zeros."""
 
     vms: list[VmStorageMetrics] = []
     volumes: list[VolumeMetrics] = []
+    places: list[PlaceSpace] = []
     unsupported: dict[str, str] = {}
 
 
@@ -398,6 +413,7 @@ class StordHealth(Reply, frozen=True, kw_only=True):
     attachments: int = 0
     free_bytes: SizeBytes = 0
     last_error: str = ""
+    places: list[PlaceSpace] = []
 
 
 class StorageEvent(Reply, frozen=True, kw_only=True):
