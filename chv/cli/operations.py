@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
 
 from chv.cli.output import note
 from chv.common.errors import DeadlineExceeded, Internal, InvalidArgument, from_data
 from chv.common.rpc.blocking import BlockingClient
-from chv.common.wire.agent import WAIT_OPERATION, Operation, OperationState, WaitOperation
+from chv.common.wire.agent import (
+    GET_OPERATION,
+    WAIT_OPERATION,
+    Operation,
+    OperationRef,
+    OperationReply,
+    OperationState,
+    WaitOperation,
+)
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)\Z")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 WAIT_S_MAX = 3600.0
+PROGRESS_S = 1.0
+LINE_MAX = 100
 
 
 def seconds(text: str, field: str = "--timeout") -> float:
@@ -27,19 +39,58 @@ def seconds(text: str, field: str = "--timeout") -> float:
 
 def wait(client: BlockingClient, operation_id: str, timeout_s: float) -> Operation:
     """Return the final operation; raises what it failed with, or DeadlineExceeded."""
-    request = WaitOperation(operation_id=operation_id, timeout_s=timeout_s)
-    try:
-        operation = client.call(WAIT_OPERATION, request, timeout_s=timeout_s + 5).operation
-    except DeadlineExceeded as error:
-        raise DeadlineExceeded(
-            f"{operation_id} is still running after {timeout_s:g} s",
-            hint=f"it goes on; see `chv ops show {operation_id}`",
-        ) from error
-    if operation.state is OperationState.FAILED:
+    operation = final(client, operation_id, timeout_s)
+    if operation.state in (OperationState.FAILED, OperationState.CANCELLED):
         if operation.error is not None:
             raise from_data(operation.error)
-        raise Internal(f"{operation.id} failed: {operation.message}")
+        if operation.state is OperationState.FAILED:
+            raise Internal(f"{operation.id} failed: {operation.message}")
     return operation
+
+
+def final(client: BlockingClient, operation_id: str, timeout_s: float) -> Operation:
+    """Return the operation once it has ended, however; its message is shown meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    line = ProgressLine()
+    try:
+        while True:
+            rest_s = max(0.01, deadline - time.monotonic())
+            slice_s = min(rest_s, PROGRESS_S) if line.shown_to_a_person else rest_s
+            request = WaitOperation(operation_id=operation_id, timeout_s=slice_s)
+            try:
+                return client.call(WAIT_OPERATION, request, timeout_s=slice_s + 5).operation
+            except DeadlineExceeded as error:
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(
+                        f"{operation_id} is still running after {timeout_s:g} s",
+                        hint=f"it goes on; see `chv ops show {operation_id}`",
+                    ) from error
+            line.show(client.call(GET_OPERATION, OperationRef(operation_id=operation_id)))
+    finally:
+        line.clear()
+
+
+class ProgressLine:
+    """One line on a terminal, written over and over; nothing where nobody looks."""
+
+    def __init__(self) -> None:
+        self.shown_to_a_person = sys.stderr.isatty()
+        self._width = 0
+
+    def show(self, reply: OperationReply) -> None:
+        """Show how far an operation is."""
+        operation = reply.operation
+        text = f"{operation.verb} {operation.message or operation.state.lower()}"[:LINE_MAX]
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
+            self._width = 0
 
 
 def label(kind: str, name: str, namespace: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chv import VERSION
+from chv.cli.parser_storage import add_storage
 
 Sub = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -22,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     _guest(commands)
     _operations(commands)
     _images(commands)
+    add_storage(commands, _add)
     _node(commands)
     return parser
 
@@ -67,7 +69,7 @@ def _objects(commands: Sub[argparse.ArgumentParser]) -> None:
     _reason(apply)
     _output(apply)
     get = _add(commands, "get", "objects:get", "List objects of a kind, or show one.")
-    get.add_argument("kind", help="vm, volume, network, image")
+    get.add_argument("kind", help="vm, volume, snapshot, network, image")
     get.add_argument("name", nargs="?")
     get.add_argument("-A", "--all-namespaces", action="store_true")
     _namespace(get)
@@ -148,6 +150,12 @@ def _operations(commands: Sub[argparse.ArgumentParser]) -> None:
     show = _add(actions, "show", "ops:show", "Show one operation with its steps.")
     show.add_argument("id")
     _output(show)
+    cancel = _add(
+        actions, "cancel", "ops:cancel", "End a backup, check, move or snapshot deletion early."
+    )
+    cancel.add_argument("id")
+    _reason(cancel)
+    _waiting(cancel)
 
 
 def _images(commands: Sub[argparse.ArgumentParser]) -> None:

@@ -39,7 +39,33 @@ def _running(item: Item, key: str, default: str) -> str:
 
 
 def _size(item: Item) -> str:
-    return _path(item, "spec", "size")
+    """Return what is wanted; where the guest sees less yet, that is said."""
+    pending = (item.get("status") or {}).get("pendingSizeBytes")
+    return _path(item, "spec", "size") + (" (pending)" if pending else "")
+
+
+def _source(item: Item) -> str:
+    source = item["spec"].get("source") or {}
+    for kind in ("image", "snapshot", "backup"):
+        if source.get(kind):
+            return f"{kind}/{source[kind]}" if kind != "backup" else str(source[kind])
+    return "-"
+
+
+def _attached(item: Item) -> str:
+    status = item.get("status") or {}
+    names = [status.get("attachedTo", ""), *status.get("readers", [])]
+    return ",".join(name for name in dict.fromkeys(names) if name) or "-"
+
+
+def _snapshot_of(item: Item) -> str:
+    spec = item["spec"]
+    return f"volume/{spec['volume']}" if spec.get("volume") else f"vm/{spec['virtualMachine']}"
+
+
+def _snapshot_volumes(item: Item) -> str:
+    parts = (item.get("status") or {}).get("volumes", [])
+    return ",".join(part["volume"] for part in parts) or "-"
 
 
 NAME: Column = ("NAME", lambda item: _path(item, "metadata", "name"))
@@ -63,9 +89,21 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         NAME,
         PHASE,
         ("SIZE", _size),
+        ("CLASS", lambda item: _path(item, "spec", "class", default="file")),
         ("FORMAT", lambda item: _path(item, "spec", "format", default="qcow2")),
-        ("IMAGE", lambda item: _path(item, "spec", "source", "image")),
-        ("ATTACHED-TO", lambda item: _path(item, "status", "attachedTo")),
+        ("SOURCE", _source),
+        ("ATTACHED-TO", _attached),
+        ("SNAPSHOTS", lambda item: str(len((item.get("status") or {}).get("snapshots", [])))),
+        ("PROGRESS", lambda item: _path(item, "status", "progress")),
+        AGE,
+    ),
+    "VolumeSnapshot": (
+        NAME,
+        PHASE,
+        ("OF", _snapshot_of),
+        ("CONSISTENCY", lambda item: _path(item, "status", "consistency")),
+        ("VOLUMES", _snapshot_volumes),
+        ("PROGRESS", lambda item: _path(item, "status", "progress")),
         AGE,
     ),
     "Network": (

@@ -18,7 +18,7 @@ def kind_of(text: str) -> str:
     """Return the kind that a user means by `vm`, `VirtualMachine` or `virtualmachines`."""
     kind = KIND_ALIASES.get(text.lower())
     if kind is None:
-        known = "vm, volume, network, image"
+        known = "vm, volume, snapshot, network, image"
         raise InvalidArgument(f"unknown kind {text[:64]!r}", field="KIND", hint=f"one of {known}")
     return kind
 

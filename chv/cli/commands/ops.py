@@ -1,10 +1,10 @@
-"""`chv ops ls|show`."""
+"""`chv ops ls|show|cancel`."""
 
 from __future__ import annotations
 
 import argparse
 
-from chv.cli import connect, output
+from chv.cli import connect, operations, output
 from chv.common.wire import agent
 
 
@@ -62,4 +62,18 @@ def show(arguments: argparse.Namespace) -> int:
                 for step in operation.steps
             ],
         )
+    return 0
+
+
+def cancel(arguments: argparse.Namespace) -> int:
+    """Ask for the end of an operation and, unless told otherwise, wait until it has ended."""
+    timeout_s = operations.seconds(arguments.timeout)
+    request = agent.CancelOperation(
+        operation_id=arguments.id, requester=connect.requester(), reason=arguments.reason
+    )
+    with connect.client(arguments.socket) as client:
+        operation = client.call(agent.CANCEL_OPERATION, request).operation
+        if not arguments.no_wait:
+            operation = operations.final(client, operation.id, timeout_s)
+    operations.announce(operation)
     return 0

@@ -58,7 +58,7 @@ def test_errors_go_to_standard_error_with_their_code(capsys: pytest.CaptureFixtu
 
 def test_unknown_kind_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["get", "pod"]) == 2
-    assert "vm, volume, network, image" in capsys.readouterr().err
+    assert "vm, volume, snapshot, network, image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "value"), [("90s", 90.0), ("5m", 300.0), ("250ms", 0.25)])

@@ -1,0 +1,74 @@
+"""`chv snapshot create|ls|rm|restore`."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from chv.cli import connect, manifests, operations
+from chv.cli.commands import objects, volume
+from chv.common.errors import FailedPrecondition
+from chv.common.wire import agent
+from chv.common.wire.types import API_VERSION
+
+
+def create(arguments: argparse.Namespace) -> int:
+    """Define a VolumeSnapshot and wait until it is taken."""
+    timeout_s = operations.seconds(arguments.timeout)
+    spec = {"volume": arguments.volume} if arguments.volume else {"virtualMachine": arguments.vm}
+    if arguments.freeze:
+        spec["freeze"] = arguments.freeze
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": "VolumeSnapshot",
+        "metadata": {"name": arguments.name, "namespace": arguments.namespace},
+        "spec": spec,
+    }
+    request = agent.Apply(
+        objects=manifests.raw([document]),
+        requester=connect.requester(),
+        reason=arguments.reason,
+    )
+    with connect.client(arguments.socket) as client:
+        result = client.call(agent.APPLY, request).results[0]
+        print(f"{operations.label(result.kind, result.name, result.namespace)} {result.action}")
+        if result.operation_id and not arguments.no_wait:
+            operations.announce(operations.wait(client, result.operation_id, timeout_s))
+    return 0
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """List snapshots."""
+    arguments.kind, arguments.name = "snapshot", None
+    return objects.get(arguments)
+
+
+def rm(arguments: argparse.Namespace) -> int:
+    """Delete a snapshot; its layers are merged, which may take a while."""
+    arguments.kind, arguments.file, arguments.ignore_not_found = "snapshot", None, False
+    return objects.delete(arguments)
+
+
+def restore(arguments: argparse.Namespace) -> int:
+    """Bring volumes back to a snapshot: the one that is named, else all that it has."""
+    reference = agent.ObjectRef(
+        kind="VolumeSnapshot", name=arguments.name, namespace=arguments.namespace
+    )
+    with connect.client(arguments.socket) as client:
+        found = msgspec.json.decode(client.call(agent.GET, reference).object)
+        parts = (found.get("status") or {}).get("volumes") or []
+        names = [arguments.volume] if arguments.volume else [part["volume"] for part in parts]
+        if not names:
+            raise FailedPrecondition(f"snapshot {arguments.name} is not taken yet")
+        for name in names:
+            request = agent.ActOnVolume(
+                verb=agent.VolumeVerb.RESTORE,
+                name=name,
+                namespace=arguments.namespace,
+                requester=connect.requester(),
+                reason=arguments.reason,
+                snapshot=arguments.name,
+            )
+            volume.run(client, request, arguments)
+    return 0
