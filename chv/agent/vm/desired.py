@@ -101,6 +101,7 @@ def _disks(tables: Tables, vm: VirtualMachine) -> tuple[DesiredDisk, ...]:
                 read_only=disk.read_only or shared,
                 shared=shared,
                 grow_now=_grow_now(volume) if volume is not None else "",
+                held=_held(volume) if volume is not None else "",
             )
         )
     return tuple(found)
@@ -117,6 +118,19 @@ def _grow_now(volume: StoredObject) -> str:
     if request is None or request.verb != VolumeVerb.GROW_NOW.value or request.cancelling:
         return ""
     return request.operation_id
+
+
+def _held(volume: StoredObject) -> str:
+    """Say which verb must not see the volume attached: what a guest wrote since would be lost."""
+    request = volume.volume_facts.request if volume.volume_facts is not None else None
+    return _AT_REST.get(request.verb, "") if request is not None else ""
+
+
+_AT_REST = {
+    VolumeVerb.RESTORE.value: "is being restored",
+    VolumeVerb.CHECK.value: "is being checked",
+    VolumeVerb.REPAIR.value: "is being repaired",
+}
 
 
 def _nics(tables: Tables, vm: VirtualMachine, facts: VmFacts) -> tuple[DesiredNic, ...]:

@@ -47,6 +47,8 @@ def volume_problem(vm_uid: str, disk: DesiredDisk, volume: ObservedVolume | None
         return "is not there yet, or not yet in its newest form"
     if volume.state != "open":
         return f"is {volume.state}"
+    if disk.held:
+        return disk.held
     if volume.attached_to not in ("", vm_uid) and not disk.shared:
         return f"is still attached to {volume.attached_to}"
     return ""

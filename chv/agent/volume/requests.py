@@ -199,6 +199,8 @@ class Requests:
             changes += self._context.operations.ending_open(operation, state, message, error)
             if changes:
                 await ledger.commit_held(*changes)
+        if stored is not None:
+            self._context.wake_referrers(stored)  # a VM may wait for the end of it
 
 
 def _request(stored: StoredObject) -> VolumeRequest | None:
