@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -102,6 +103,9 @@ class Node:
         size_bytes: int = 16 * MIB,
         source: wire.VolumeSource | None = None,
         generation: int = 1,
+        key: str = "",
+        pool: str = "",
+        backup: wire.BackupSource | None = None,
     ) -> wire.VolumeInfo:
         request = wire.OpenVolume(
             meta=meta(generation),
@@ -110,11 +114,56 @@ class Node:
                 class_name=wire.VolumeClass.FILE,
                 format=wire.VolumeFormat(format),
                 size_bytes=size_bytes,
+                pool=pool,
                 source=source,
+                backup=backup,
+                encryption=wire.Encryption(key=key) if key else None,
             ),
         )
         async with self.client() as client:
             return await client.call(wire.OPEN_VOLUME, request)
+
+    def add_key(self, name: str, value: bytes) -> None:
+        """Put an encryption key where the node's keys are."""
+        path = self.layout.keys / name
+        for directory in (self.layout.state_root, self.layout.state):
+            directory.mkdir(exist_ok=True, mode=0o711)
+        for directory in (self.layout.keys, path.parent):
+            directory.mkdir(exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        path.write_bytes(value)
+
+    async def job(self, job_id: str) -> wire.JobInfo:
+        """Return a job once it has ended."""
+        with anyio.fail_after(60):
+            while True:
+                async with self.client() as client:
+                    info = await client.call(wire.GET_JOB, wire.JobRef(job_id=job_id))
+                if info.state is not wire.JobState.RUNNING:
+                    return info
+                await anyio.sleep(0.05)
+
+    async def ensure(
+        self,
+        volume_id: str,
+        generation: int = 1,
+        client: wire.VmmClient = wire.VmmClient.NONE,
+        **fields: Any,
+    ) -> wire.VolumeInfo:
+        """OpenVolume with any fields of the backend; a small raw file where nothing is said."""
+        backend: dict[str, Any] = {
+            "class_name": wire.VolumeClass.FILE,
+            "format": wire.VolumeFormat.RAW,
+            "size_bytes": 16 * MIB,
+        } | fields
+        request = wire.OpenVolume(
+            meta=meta(generation),
+            volume_id=volume_id,
+            backend=wire.VolumeBackend(**backend),
+            client=client,
+        )
+        async with self.client() as connection:
+            return await connection.call(wire.OPEN_VOLUME, request)
 
     async def attach(
         self,

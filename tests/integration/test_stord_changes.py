@@ -1,0 +1,245 @@
+"""Changes of volumes for real: limits under I/O, growth that waits, late calls after a deletion."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chv.common.errors import FailedPrecondition, Internal, InUse, InvalidArgument, StaleGeneration
+from chv.common.wire import stord as wire
+from chv.stord.exports import has_client
+from tests.helpers import wait_until
+from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node
+from tests.integration.vhost_client import VhostDisk
+
+pytestmark = [pytest.mark.root, needs_qsd]
+QCOW2 = wire.VolumeFormat.QCOW2
+SLOW = wire.Limits(iops_total=wire.Rate(limit=100))
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    async with open_node() as node:
+        yield node
+
+
+def writes(disk: VhostDisk, count: int) -> float:
+    """Seconds that so many writes took."""
+    begin = time.monotonic()
+    for index in range(count):
+        assert disk.write(index % 8, b"w" * 512) == 0
+    return time.monotonic() - begin
+
+
+# --- limits
+async def test_limits_change_under_a_vm_take_effect_at_once_and_are_read_back(node: Node) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.ensure(volume)
+    info = await node.attach(volume, vm)
+
+    with VhostDisk(Path(info.export_path)) as disk:
+        free_s = writes(disk, 60)
+        slow = await node.ensure(volume, 2, limits=SLOW)
+        writes(disk, 10)  # what the bucket still has
+        slow_s = writes(disk, 60)
+        freed = await node.ensure(volume, 3)
+        freed_s = writes(disk, 60)
+
+    assert (slow.limits, slow.limits_live) == (SLOW, True)
+    assert (freed.limits, freed.limits_live) == (wire.Limits(), True)
+    assert slow_s > 0.4
+    assert max(free_s, freed_s) < slow_s / 2
+
+
+async def test_limits_of_the_record_hold_from_the_first_request_and_after_a_recovery(
+    node: Node,
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    created = await node.ensure(volume, limits=SLOW)
+    info = await node.attach(volume, vm)
+    seen = await node.get(volume)
+    os.kill(info.backend_pid, signal.SIGKILL)
+    await wait_until(lambda: is_lost(node))
+    meanwhile = await node.ensure(volume, 2, limits=wire.Limits(bps_read=wire.Rate(limit=MIB)))
+
+    await node.recover(vm)
+
+    after = await node.get(volume)
+    assert (created.limits, created.limits_live) == (SLOW, False)
+    assert (seen.limits, seen.limits_live) == (SLOW, True)
+    assert not meanwhile.limits_live
+    assert (after.limits.bps_read.limit, after.limits_live) == (MIB, True)
+
+
+async def is_lost(node: Node) -> bool:
+    return [row.backend for row in await node.sessions()] == [wire.BackendState.LOST]
+
+
+async def test_limits_that_qemu_refuses_are_refused_and_nothing_is_made_or_changed(
+    node: Node,
+) -> None:
+    bad = wire.Limits(bps_total=wire.Rate(limit=10), bps_read=wire.Rate(limit=5))
+    volume = IDS.uid()
+    await node.ensure(volume)
+
+    with pytest.raises(InvalidArgument) as caught:
+        await node.ensure(IDS.uid(), limits=bad)
+    with pytest.raises(InvalidArgument):
+        await node.ensure(volume, 2, limits=bad)
+
+    assert caught.value.field == "backend.limits.bps_total"
+    assert caught.value.hint
+    assert [(row.volume_id, row.generation) for row in await node.volumes()] == [(volume, 1)]
+
+
+async def test_limits_that_a_dying_stord_did_not_set_are_set_by_the_same_call_again() -> None:
+    async with open_node(start=False) as node:
+        await node.start(failpoints="stord.limits.after_intent=1*error(EIO)")
+        volume = IDS.uid()
+        await node.ensure(volume)
+        await node.attach(volume, IDS.uid())
+        with pytest.raises(Internal):
+            await node.ensure(volume, 2, limits=SLOW)
+
+        again = await node.ensure(volume, 2, limits=SLOW)
+
+        assert (again.limits, again.limits_live) == (SLOW, True)
+
+
+# --- growth
+@pytest.mark.parametrize("client", list(wire.VmmClient))
+async def test_a_disk_with_a_client_is_not_resized_by_a_storage_daemon_that_is_too_old(
+    node: Node, client: wire.VmmClient
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.ensure(volume, size_bytes=MIB)
+    info = await node.attach(volume, vm)
+    with VhostDisk(Path(info.export_path)) as disk:
+        grown = await node.ensure(volume, 2, client, size_bytes=4 * MIB)
+        assert disk.write(0, b"g" * 512) == 0
+
+    assert (grown.applied, grown.size_bytes) == ("on_next_start", MIB)
+    assert grown.pending_size_bytes == 4 * MIB
+    assert (await node.recover(vm)).backend_pid == info.backend_pid
+
+
+async def test_several_growths_that_wait_become_one_and_survive_a_restart(node: Node) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.ensure(volume, format=QCOW2, size_bytes=MIB)
+    await node.attach(volume, vm)
+    await node.ensure(volume, 2, format=QCOW2, size_bytes=2 * MIB)
+    await node.ensure(volume, 3, format=QCOW2, size_bytes=3 * MIB)
+    with pytest.raises(InvalidArgument, match="never becomes smaller"):
+        await node.ensure(volume, 4, format=QCOW2, size_bytes=2 * MIB)
+    await node.end()
+    await node.start()
+    assert (await node.get(volume)).pending_size_bytes == 3 * MIB
+
+    await node.detach(volume, vm, generation=3)
+    info = await node.attach(volume, vm, generation=3)
+
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.size_bytes == 3 * MIB
+    assert (await node.get(volume)).pending_size_bytes == 0
+
+
+async def test_growth_that_fails_keeps_no_vm_from_starting_and_goes_on_waiting(
+    node: Node,
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.ensure(volume, size_bytes=MIB)
+    await node.attach(volume, vm)
+    await node.ensure(volume, 2, size_bytes=2**59)  # no file system takes such a file
+    await node.detach(volume, vm, generation=2)
+
+    info = await node.attach(volume, vm, generation=2)
+
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.size_bytes == MIB
+    seen = await node.get(volume)
+    assert seen.pending_size_bytes == 2**59
+    assert "takes no file" in seen.last_error
+
+
+async def test_who_is_connected_to_an_export_is_seen(node: Node) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.ensure(volume)
+    info = await node.attach(volume, vm)
+    bound = node.layout.qsd(vm) / Path(info.export_path).name
+
+    before = has_client(bound)
+    with VhostDisk(Path(info.export_path)):
+        during = has_client(bound)
+
+    assert (before, during) == (False, True)
+    await wait_until(lambda: not has_client(bound))
+
+
+# --- deletion
+async def test_a_late_call_does_not_bring_a_deleted_volume_back(node: Node) -> None:
+    volume = IDS.uid()
+    await node.ensure(volume, 3)
+    await node.delete(volume, generation=5)
+
+    with pytest.raises(StaleGeneration, match="deleted at generation 5"):
+        await node.ensure(volume, 4)
+    await node.end()
+    await node.start()
+    with pytest.raises(StaleGeneration, match="deleted at generation 5"):
+        await node.ensure(volume, 3)
+
+    assert node.volume_names() == []
+    assert (await node.ensure(volume, 6)).created
+
+
+async def test_a_volume_of_a_lost_store_is_deleted_with_its_files() -> None:
+    async with open_node() as node:
+        volume = IDS.uid()
+        await node.ensure(volume)
+        await node.end()
+        for path in node.layout.state.glob("stord.db*"):
+            path.unlink()
+        await node.start()
+
+        await node.delete(volume, generation=2)
+
+        assert node.volume_names() == []
+        with pytest.raises(StaleGeneration):
+            await node.ensure(volume)
+
+
+# --- read by many
+async def test_a_read_only_many_volume_is_read_by_many_and_written_by_nobody(node: Node) -> None:
+    volume, vms = IDS.uid(), [IDS.uid() for _ in range(3)]
+    data = os.urandom(4096)
+    rox: dict[str, Any] = {"access": wire.AccessMode.READ_ONLY_MANY, "source": node.image(data)}
+    await node.ensure(volume, **rox)
+    disk_path = node.layout.volume(volume) / "disk.raw"
+
+    infos = [
+        await node.attach(volume, vm, slot=slot, read_only=True) for slot, vm in enumerate(vms)
+    ]
+
+    for info in infos:
+        with VhostDisk(Path(info.export_path)) as disk:
+            assert disk.read(0, 4096) == data
+            assert disk.write(0, b"x" * 512) != 0
+    assert len(node.workers()) == 3
+    assert disk_path.stat().st_uid == 0
+    seen = await node.get(volume)
+    assert sorted([seen.attached_to, *seen.readers]) == sorted(vms)
+    with pytest.raises(FailedPrecondition, match="attached read only"):
+        await node.attach(volume, IDS.uid(), slot=4)
+    with pytest.raises(InUse):
+        await node.delete(volume)
+    for vm in vms:
+        await node.detach(volume, vm)
+    assert node.workers() == []
+    assert disk_path.stat().st_mode & 0o777 == 0o600
+    await node.delete(volume)
