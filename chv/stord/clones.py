@@ -13,12 +13,12 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
-from chv.common.errors import ChvError, FailedPrecondition, InUse, InvalidArgument, NotFound
+from chv.common.errors import ChvError, FailedPrecondition, NotFound
 from chv.common.failpoint import failpoint
-from chv.common.wire.stord import CloneMode, SnapshotSource, VolumeBackend
+from chv.common.wire.stord import SnapshotSource
 from chv.stord import layers
 from chv.stord.disks import Disks, local_paths
-from chv.stord.jobs import JobControl, Jobs
+from chv.stord.jobs import JobControl
 from chv.stord.overlays import read_keys
 from chv.stord.qsd import graph
 from chv.stord.records import Records, Volume, VolumeState
@@ -39,44 +39,6 @@ def users_of(records: Records, volume_id: str, snapshot_id: str = "") -> list[st
         and snapshot_id in ("", source.snapshot_id)
     ]
     return sorted({*records.clones(volume_id, snapshot_id), *copies})
-
-
-def refuse_used(records: Records, volume_id: str) -> None:
-    """Raise InUse where another volume rests on this one."""
-    if users := users_of(records, volume_id):
-        raise InUse(
-            f"volumes {', '.join(users)} rest on snapshots of volume {volume_id}",
-            resource=volume_id,
-            hint="delete those clones first",
-        )
-
-
-def check(records: Records, disks: Disks, jobs: Jobs, spec: VolumeBackend) -> None:
-    """Refuse a clone that can not be made; the caller holds the lock of the other volume, too."""
-    source = spec.snapshot
-    if source is None:
-        return
-    parent = _parent(records, source)
-    jobs.refuse_busy(parent.volume_id)
-    snapshot = layers.require_whole(parent, source.snapshot_id)
-    if spec.size_bytes < snapshot.size_bytes:
-        raise InvalidArgument(
-            f"{spec.size_bytes} bytes are less than the {snapshot.size_bytes} of the snapshot",
-            field="backend.size_bytes",
-            hint=f"at least {snapshot.size_bytes}",
-        )
-    if source.mode is not CloneMode.LINKED:
-        return
-    if parent.backend.encryption is not None and spec.encryption is None:
-        raise InvalidArgument(
-            "a linked clone of an encrypted volume is encrypted as well",
-            field="backend.encryption",
-            hint="name a key, its own or that of the other volume, or make a full clone",
-        )
-    layers.check_room(
-        Volume(volume_id="clone", generation=1, backend=spec, state=VolumeState.CREATING),
-        len(_source_layers(disks, parent, source.snapshot_id)),
-    )
 
 
 def _parent(records: Records, source: SnapshotSource) -> Volume:

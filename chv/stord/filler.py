@@ -37,6 +37,10 @@ class Filler:
         """Raise Unsupported where nothing on this node can fill such a volume."""
         self._fills.of(spec)
 
+    def refuse_busy(self, volume_id: str) -> None:
+        """Raise Conflict where a job is under way on a volume."""
+        self._jobs.refuse_busy(volume_id)
+
     async def begin(self, row: Volume, job_id: str) -> None:
         """Begin the job unless it runs already."""
         if self._records.job_of(row.volume_id) is None:

@@ -8,6 +8,7 @@ ever starts unasked. One VM's failure is logged here and tried again; it harms n
 from __future__ import annotations
 
 import signal
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import anyio
@@ -48,10 +49,13 @@ class Keeper:
         self._events = events
         self.tasks = tasks
         self._watched: set[str] = set()
+        # Finishes or takes back what a kill left half done of a VM's layers.
+        self.settle: Callable[[str], Awaitable[None]] = _nothing
 
     # --- one VM; the caller holds its lock
     async def converge(self, vm_id: str, verb: str) -> None:
         """Bring one VM to where its records want it; `verb` names the failpoints."""
+        await self.settle(vm_id)
         rows = self._records.of_vm(vm_id)
         may_start = self._records.backends[vm_id].phase in MAY_START
         desired = Desired(
@@ -266,6 +270,10 @@ class Keeper:
         async with limiter, self.locks.hold(vm_id):
             if vm_id in self._records.backends:
                 await self.look(vm_id)
+
+
+async def _nothing(_vm_id: str) -> None:
+    """Settle nothing: a keeper without snapshots."""
 
 
 def loss_recorded(backend: Backend, reason: str, now: str) -> Backend:

@@ -26,15 +26,17 @@ from chv.common.wire.types import (
 from chv.stord import growth
 from chv.stord.backends.file import FileBackend
 from chv.stord.census import census
+from chv.stord.clones import Copies
 from chv.stord.events import Events
 from chv.stord.filler import Filler
-from chv.stord.filling import Fills
+from chv.stord.filling import FillKind, Fills
 from chv.stord.integrity import Integrity
 from chv.stord.jobs import Jobs, Runner
 from chv.stord.keeper import Keeper
 from chv.stord.locks import KeyedLocks
 from chv.stord.qsd import graph
 from chv.stord.sessions import Sessions, state_of
+from chv.stord.snapshot_service import SnapshotService
 from chv.stord.tuning import Tuning
 from chv.stord.volumes import Volumes
 
@@ -62,6 +64,10 @@ class Service:
         self._events = events
         self._binary = Feature(name=graph.BINARY, present=False, detail="not looked for yet")
         self._locks = KeyedLocks()
+        self._snapshots = SnapshotService(keeper, self._locks, jobs, self._volumes.info)
+        self._runners[wire.JobKind.DELETE_SNAPSHOT] = self._snapshots.merges.run
+        self._fills.register(FillKind.CLONE, Copies(parts).fill)
+        keeper.settle = self._snapshots.settle_vm
 
     def register(self, server: Server) -> None:
         """Add every handler but Hello's."""
@@ -78,17 +84,11 @@ class Service:
         server.add(wire.LIST_SESSIONS, self.list_sessions)
         server.add(wire.STORD_HEALTH, self.health)
         server.add(wire.WATCH_STORAGE, self.watch)
+        self._snapshots.register(server)
         for method in (
-            wire.CREATE_SNAPSHOT,
-            wire.DELETE_SNAPSHOT,
-            wire.RESTORE_SNAPSHOT,
-            wire.LIST_SNAPSHOTS,
             wire.BACKUP_VOLUME,
             wire.CHECK_VOLUME,
             wire.MOVE_VOLUME,
-            wire.GET_JOB,
-            wire.LIST_JOBS,
-            wire.CANCEL_JOB,
             wire.GET_METRICS,
         ):
             server.add(method, _not_there(method))
@@ -100,13 +100,17 @@ class Service:
         await anyio.to_thread.run_sync(self._files.sweep)
         await self._parts.provider.sweep()
         await self._volumes.finish()
+        await self._snapshots.settle_detached()
         await self._keeper.adopt()
+        await anyio.to_thread.run_sync(self._snapshots.overlays.sweep)
         await self._jobs.resume(self._runners)
 
     # --- volumes
     async def open_volume(self, request: wire.OpenVolume) -> wire.VolumeInfo:
         """See the wire."""
-        async with self._locks.hold(request.volume_id):
+        source = request.backend.snapshot
+        parent = "" if source is None else source.volume_id
+        async with self._snapshots.hold(request.volume_id, parent):
             return await self._volumes.open(request)
 
     async def close_volume(self, request: wire.VolumeRef) -> Done:
@@ -162,7 +166,10 @@ class Service:
                 field="storage_uid" if request.storage_uid == ROOT_UID else "vm_gid",
                 hint="give each VM ids of its own",
             )
-        async with self._locks.hold(request.volume_id):
+        async with (
+            self._locks.hold(request.volume_id),
+            self._snapshots.before_attach(request.volume_id),
+        ):
             await self._volumes.servable(request.volume_id, request.meta.generation)
             try:
                 if self._records.holder(request.volume_id) is None:

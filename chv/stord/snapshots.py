@@ -11,7 +11,6 @@ since an overlay that nobody has written to changes nothing, and one that somebo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import anyio
 import anyio.to_thread
@@ -44,6 +43,7 @@ from chv.stord.overlays import Overlays
 from chv.stord.qsd import block_jobs, graph
 from chv.stord.qsd.monitor import Monitor
 from chv.stord.records import BackendPhase, ChangeKind, Volume, VolumeState
+from chv.stord.sources import layers_below
 from chv.stord.work import Parts
 
 log = logs.get(__name__)
@@ -108,12 +108,9 @@ class Snapshots:
                 resource=volume_id,
                 hint="make a clone of it to write to",
             )
-        layers.check_room(row, len(await anyio.to_thread.run_sync(self._below, volume_id)))
+        layers.check_room(row, layers_below(self._records, row.backend.snapshot))
         self._admit_holder(row, request.vm_id)
         await self._admit_space(row)
-
-    def _below(self, volume_id: str) -> Sequence[object]:
-        return self._parts.disks.disk(volume_id, read_only=True).below
 
     def _admit_holder(self, row: Volume, vm_id: str) -> None:
         holders = self._records.holders(row.volume_id)

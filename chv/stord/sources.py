@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from chv.common.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
+from chv.common.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unsupported,
+)
 from chv.common.wire.stord import CloneMode, SnapshotSource, VolumeBackend, VolumeClass
-from chv.stord.disks import ANCESTORS_MAX
+from chv.stord import layers
+from chv.stord.layers import LAYERS_MAX
 from chv.stord.records import Records, Snapshot
 
 
@@ -43,7 +50,17 @@ class Sources:
                 field="backend.snapshot.mode",
                 hint="class file, or clone mode full",
             )
+        self._check_key(spec, source)
         self._check_depth(source)
+
+    def _check_key(self, spec: VolumeBackend, source: SnapshotSource) -> None:
+        locked = self._records.volumes[source.volume_id].backend.encryption is not None
+        if locked and spec.encryption is None:
+            raise InvalidArgument(
+                "a linked clone of an encrypted volume is encrypted as well",
+                field="backend.encryption",
+                hint="name a key, its own or that of the other volume, or make a full clone",
+            )
 
     def _find(self, source: SnapshotSource) -> Snapshot:
         parent = self._records.volumes.get(source.volume_id)
@@ -62,13 +79,22 @@ class Sources:
         )
 
     def _check_depth(self, source: SnapshotSource) -> None:
-        depth, above = 0, self._records.volumes.get(source.volume_id)
-        while above is not None and above.backend.snapshot is not None:
-            depth += 1
-            if depth >= ANCESTORS_MAX:
-                raise FailedPrecondition(
-                    f"a linked clone of {depth} linked clones would be slow and fragile",
-                    field="backend.snapshot.mode",
-                    hint="clone mode full",
-                )
-            above = self._records.volumes.get(above.backend.snapshot.volume_id)
+        """Count the layers that reads of the clone may have to go through."""
+        below = layers_below(self._records, source)
+        if below + 1 > LAYERS_MAX:
+            raise ResourceExhausted(
+                f"a linked clone would rest on {below} layers, {LAYERS_MAX} is the most in all",
+                field="backend.snapshot.mode",
+                hint="clone mode full, or delete snapshots of the other volume first",
+            )
+
+
+def layers_below(records: Records, source: SnapshotSource | None) -> int:
+    """Return how many layers of other volumes a linked clone of a snapshot rests on."""
+    count = 0
+    while source is not None and source.mode is CloneMode.LINKED and count <= LAYERS_MAX:
+        parent = records.volumes[source.volume_id]
+        snapshot = layers.require_snapshot(parent, source.snapshot_id)
+        count += len(layers.upto(parent, snapshot.layer))
+        source = parent.backend.snapshot
+    return count

@@ -35,6 +35,7 @@ from chv.common.wire.stord import (
 from chv.stord import limits as limit_rules
 from chv.stord.backends import disk_files
 from chv.stord.backends.base import Backend
+from chv.stord.clones import users_of
 from chv.stord.enlarge import enlarge_overlay
 from chv.stord.filler import Filler
 from chv.stord.filling import kind_of
@@ -62,7 +63,7 @@ class Volumes:
         self._filler = filler
         self._graveyard = Graveyard(records, clock)
         self._sources = Sources(records)
-        self._describer = Describer(records, disks)
+        self._describer = Describer(records, disks, parts.levels)
 
     def _backend(self, spec: VolumeBackend) -> Backend:
         return self._disks.backend(spec)
@@ -74,6 +75,7 @@ class Volumes:
         self._graveyard.refuse_late(volume_id, generation)
         row = await self._finished(volume_id)
         if row is None:
+            self._refuse_busy_parent(request.backend)
             spec = await self._checked(request.backend)
             return await self.info(volume_id, created=await self._create(request, spec))
         check_generation(row, generation)
@@ -100,10 +102,14 @@ class Volumes:
             live = await self._tuning.limits(volume_id)
         return await self.info(volume_id, live=live)
 
-    async def _checked(self, spec: VolumeBackend) -> VolumeBackend:
-        """Return the spec with its sources resolved, or raise; nothing was made yet."""
+    async def _checked(self, spec: VolumeBackend, *, sources: bool = True) -> VolumeBackend:
+        """Return the spec with its sources resolved, or raise; nothing was made yet.
+
+        A volume that is there needs its sources no more, or they are kept for it.
+        """
         limit_rules.check(spec.limits)
-        self._sources.check(spec)
+        if sources:
+            self._sources.check(spec)
         self._filler.check(spec)
         return await self._backend(spec).check(spec)
 
@@ -149,9 +155,11 @@ class Volumes:
 
     # --- change
     async def _change(self, row: Volume, request: OpenVolume) -> None:
-        spec = await self._checked(request.backend)
+        spec = await self._checked(request.backend, sources=False)
         _check_change(row, spec)
         larger = spec.size_bytes > row.backend.size_bytes
+        if larger:
+            self._filler.refuse_busy(row.volume_id)
         made = row.made_size_bytes
         if larger and not made:
             made = row.backend.size_bytes
@@ -254,13 +262,17 @@ class Volumes:
             )
 
     def _refuse_parent(self, volume_id: str) -> None:
-        clones = self._records.clones(volume_id)
-        if clones:
+        if users := users_of(self._records, volume_id):
             raise InUse(
-                f"volume {clones[0]} is a linked clone of volume {volume_id}",
+                f"volumes {', '.join(users)} rest on snapshots of volume {volume_id}",
                 resource=volume_id,
-                hint="delete its clones first",
+                hint="delete those clones first",
             )
+
+    def _refuse_busy_parent(self, spec: VolumeBackend) -> None:
+        """Raise Conflict where a job is under way on the volume that this starts from."""
+        if spec.snapshot is not None:
+            self._filler.refuse_busy(spec.snapshot.volume_id)
 
     # --- after a kill
     async def finish(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import assert_never
@@ -18,6 +18,7 @@ import anyio.to_thread
 import msgspec
 
 from chv.common.clock import Clock
+from chv.common.config import StorageConfig
 from chv.common.errors import ChvError, DeadlineExceeded, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.files import ensure_dir
@@ -32,9 +33,10 @@ from chv.common.process import (
     wait_gone,
 )
 from chv.common.wire.stord import AccessMode
-from chv.stord import luks
+from chv.stord import confinement, luks
 from chv.stord.disks import Disks
 from chv.stord.exports import RunDirectory
+from chv.stord.levels import Levels
 from chv.stord.plan import (
     AddExport,
     AddNodes,
@@ -47,7 +49,7 @@ from chv.stord.plan import (
     StopBackend,
     Unpublish,
 )
-from chv.stord.qsd import graph, vhost_user
+from chv.stord.qsd import block_jobs, graph, vhost_user
 from chv.stord.qsd.monitor import Monitor, open_monitor
 from chv.stord.records import Backend, Records
 from chv.stord.tools import Tools
@@ -72,6 +74,8 @@ class Parts:
     clock: Clock
     ids: Ids
     boot_id: str
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    levels: Levels = field(default_factory=Levels)
 
 
 class Work:
@@ -224,6 +228,7 @@ class Work:
         goes with it; which is which differs after snapshots, merges and moves.
         """
         monitor = await self._open_monitor()
+        await block_jobs.cancel_of(monitor, volume_id)
         while present := graph.removal_order(await monitor.nodes(), volume_id):
             await self._remove_one(monitor, present)
             await self._reached("after_node_gone")
@@ -288,6 +293,14 @@ class Work:
             gid=backend.storage_uid,
             groups=(backend.vm_gid,),  # to pass through the VM's directory
             umask=UMASK,
+            empty_netns=not backend.network,
+            landlock=confinement.storage_daemon_rules(
+                self._parts.layout,
+                self._parts.storage,
+                self._vm_id,
+                graph.BINARY,
+                network=backend.network,
+            ),
             log_path=str(self._log_path()),
             cgroup=f"qsd-{short_uid(self._vm_id)}",
         )
