@@ -83,6 +83,12 @@ def _vms(machine: Machine, tables: Tables) -> list[str]:
             found.append(f"I3: {stored.title} is shown {phase}, not {expected}")
         if wanted and process is not None and process.reset_due:
             found.append(f"I3: {stored.title} still waits for a reset")
+        if wanted and process is not None:
+            disks = {d.disk_id: d.volume_uid for d in desired_vm(tables, stored).disks}
+            if process.disks != disks:
+                found.append(f"I3: {stored.title} has {process.disks} plugged, not {disks}")
+            if process.frozen:
+                found.append(f"I3: {stored.title} is still frozen")
         if wanted and stored.uid not in machine.host.consoles:
             found.append(f"I3: {stored.title} has no console")
     known = {stored.uid for stored in tables.of_kind("VirtualMachine")}

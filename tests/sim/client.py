@@ -39,6 +39,7 @@ class Client:
 
     def __init__(self, generator: random.Random, count: int) -> None:
         self._random = generator
+        self._specs: dict[int, dict[str, Any]] = {}  # of the VMs, as applied last
         self.requests: list[dict[str, Any]] = [self._base()]
         self.requests += [self._request() for _ in range(count)]
         self.position = 0
@@ -115,6 +116,8 @@ class Client:
             return {"delete": self._victim()}
         if drawn < 0.72:
             return self._storage()
+        if drawn < 0.84:
+            return {"apply": [self._replugged(vm)]}
         verb = self._random.choice(["start", "start", "stop", "restart", "reset"])
         force = verb in ("stop", "restart") and self._random.random() < 0.3
         return {"verb": api.VmVerb(verb), "name": f"vm{vm}", "force": force}
@@ -145,7 +148,7 @@ class Client:
         return _object("Network", f"net{number}", {"subnet": f"10.{number + 1}.0.0/24"})
 
     def _volume(self, number: int) -> dict[str, Any]:
-        spec = {
+        spec: dict[str, Any] = {
             "size": self._random.choice(["64Mi", "64Mi", "128Mi", "128Mi", "256Mi"]),
             "format": "raw",
             "pool": self._random.choice(["", "", "", "", "fast"]),
@@ -163,6 +166,8 @@ class Client:
                 of = self._random.choice(
                     [{"volume": f"vol{number}"}, {"virtualMachine": f"vm{number}"}]
                 )
+                if self._random.random() < 0.4:
+                    of["freeze"] = "5s"
                 return {"apply": [_object("VolumeSnapshot", f"snap{number}", of)]}
             case "clone":
                 return {"apply": [self._clone(number)]}
@@ -197,6 +202,19 @@ class Client:
             "disks": [{"name": f"d{n}", "volume": f"vol{n}"} for n in volumes],
             "interfaces": [{"name": f"eth{n}", "network": f"net{n}"} for n in networks],
         }
+        self._specs[number] = spec
+        return _object("VirtualMachine", f"vm{number}", spec)
+
+    def _replugged(self, number: int) -> dict[str, Any]:
+        """The VM as it was applied last but for its disks: that is allowed while it runs."""
+        if number not in self._specs:
+            return self._vm(number)
+        volumes = self._random.choice([[], [number], [VMS], [number, VMS], [VMS, number]])
+        names = [f"d{n}" for n in (volumes if self._random.random() < 0.7 else [0, 1])]
+        disks = [
+            {"name": name, "volume": f"vol{n}"} for name, n in zip(names, volumes, strict=False)
+        ]
+        spec = self._specs[number] = {**self._specs[number], "disks": disks}
         return _object("VirtualMachine", f"vm{number}", spec)
 
 

@@ -6,7 +6,7 @@ A mutant is a context manager that breaks one rule of the real agent and puts it
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -14,20 +14,24 @@ from chv.agent import cascade, recovery, tables
 from chv.agent.ledger import Ledger
 from chv.agent.records import Change, Record
 from chv.agent.simple import SimpleReconciler
-from chv.agent.vm import apply, ending, model, observe, plan, reconciler
+from chv.agent.vm import apply, ending, freeze, model, observe, plan, reconciler
 from chv.agent.vm.model import (
     DesiredVm,
     ObservedVm,
 )
 from chv.agent.vm.steps import (
+    AddDiskStep,
     DetachNicStep,
     DetachVolumeStep,
     MarkRecoveringStep,
+    RemoveDiskStep,
     ResetStep,
     Step,
     StopStep,
 )
+from chv.common.errors import DeadlineExceeded
 from chv.common.wire.agent import OperationState
+from chv.common.wire.stord import BackendState
 
 Planner = Callable[[DesiredVm, ObservedVm], list[Step]]
 
@@ -225,7 +229,81 @@ def a_pass_ends_a_newer_operation() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def detach_before_the_guest_lets_go() -> Iterator[None]:
+    """Volumes of a running VM are detached before their disks are unplugged."""
+
+    def change(real: Planner) -> Planner:
+        def planner(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+            steps = real(desired, observed)
+            return sorted(steps, key=lambda step: isinstance(step, RemoveDiskStep))
+
+        return planner
+
+    with _planner(change):
+        yield
+
+
+@contextmanager
+def plug_before_it_is_written_down() -> Iterator[None]:
+    """A disk is recorded only after it was plugged."""
+
+    async def add_disk(self: apply.Applier, step: AddDiskStep) -> None:
+        records: list[Any] = []
+
+        async def put_disks(row: Any, disks: Any) -> None:
+            records.append((row, disks))
+
+        with patch.object(self, "_put_disks", put_disks):
+            await real(self, step)
+        await self._put_disks(*records[0])
+
+    real = apply.Applier._add_disk
+    with patch.object(apply.Applier, "_add_disk", add_disk):
+        yield
+
+
+@contextmanager
+def take_an_unplug_for_done() -> Iterator[None]:
+    """A guest that has not let go of its disk in time counts as one that has."""
+
+    async def remove_disk(self: apply.Applier, disk_id: str) -> None:
+        with suppress(DeadlineExceeded):
+            await self._context.world.vmm.remove_disk(self._handle, disk_id)
+        row = self._row
+        await self._put_disks(row, tuple(d for d in row.config.disks if d.id != disk_id))
+
+    with patch.object(apply.Applier, "_remove_disk", remove_disk):
+        yield
+
+
+@contextmanager
+def freeze_without_a_mark() -> Iterator[None]:
+    """That a guest is about to be frozen is not written down: a killed agent does not know."""
+
+    async def mark(context: Any, vm_uid: str, *, frozen: bool) -> None:
+        if not frozen:
+            await real(context, vm_uid, frozen=frozen)
+
+    real = freeze._mark
+    with patch.object(freeze, "_mark", mark):
+        yield
+
+
+@contextmanager
+def a_restart_is_a_loss() -> Iterator[None]:
+    """A VM waits for a reset where its storage daemon comes back by itself."""
+    backends = {**observe._BACKENDS, BackendState.RESTARTING: model.Backend.LOST}
+    with patch.object(observe, "_BACKENDS", backends):
+        yield
+
+
 MUTANTS = (
+    detach_before_the_guest_lets_go,
+    plug_before_it_is_written_down,
+    take_an_unplug_for_done,
+    freeze_without_a_mark,
+    a_restart_is_a_loss,
     a_pass_ends_a_newer_operation,
     spawn_without_asking_for_the_intent,
     close_volumes_before_the_vmm_is_gone,

@@ -25,6 +25,10 @@ RESYNC_S = TIMEOUT_S + 35.0
 STILL_S = 35.0  # a resync of everything, in which nothing may happen
 LIVES_MAX = 200
 EVENT_PAUSES_S = (0.5, 2.0, 5.0, 10.0)
+HAPPENINGS = (
+    "die", "off", "storage", "storage", "storage", "stord", "nwd", "gate", "cling", "full",
+    "restart",
+)  # fmt: skip
 
 
 @dataclass
@@ -121,6 +125,8 @@ class Schedule:
         self.machine.gate.open = True
         for daemon in (self.machine.host.stord, self.machine.host.nwd):
             daemon.down_until = 0.0
+        for volume in self.machine.host.stord.volumes.values():
+            volume.full = False
         if self.events_random.random() < 0.5:  # a hint as well, which may be lost
             engine.notify_daemon_ready("all")
         # Longest waits: a restart's back-off, and the window that forgives crashes.
@@ -144,7 +150,7 @@ class Schedule:
         alive = [process for process in host.processes.values() if process.alive]
         told = draw.random() < 0.5  # events are hints; half of them are lost
         self.events += 1
-        match draw.choice(("die", "off", "storage", "storage", "storage", "stord", "nwd", "gate")):
+        match draw.choice(HAPPENINGS):
             case "die" if alive:
                 host.die(draw.choice(alive))
             case "off" if alive:
@@ -161,6 +167,16 @@ class Schedule:
                             kind="backend_lost", vm_id=vm_id, crash_class=CrashClass.RESET_VM
                         )
                     )
+            case "cling" if alive:
+                draw.choice(alive).clings = draw.choice((1, 3))
+            case "full" if host.stord.volumes:
+                uid = draw.choice(sorted(host.stord.volumes))
+                host.stord.volumes[uid].full = not host.stord.volumes[uid].full
+                if told:
+                    engine.notify_storage_event(StorageEvent(kind="space", volume_id=uid))
+            case "restart" if host.stord.sessions:
+                session = host.stord.sessions[draw.choice(sorted(host.stord.sessions))]
+                session.restarting_until = host.now() + draw.choice((0.5, 5.0))
             case "stord" | "nwd" as name:
                 daemon = host.stord if name == "stord" else host.nwd
                 daemon.down_until = host.now() + draw.choice((1.0, 10.0, 40.0))

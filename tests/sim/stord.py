@@ -23,6 +23,7 @@ from chv.common.errors import (
     InvalidArgument,
     NotFound,
     StaleGeneration,
+    Unavailable,
 )
 from chv.common.rpc import Method
 from chv.common.wire import stord
@@ -44,6 +45,7 @@ class SimVolume:
     backend: stord.VolumeBackend
     open: bool = True
     creating: bool = False
+    full: bool = False  # no space where it is
     attached_to: str = ""
     readers: set[str] = field(default_factory=set)
     snapshots: dict[str, bool] = field(default_factory=dict)  # id -> being deleted
@@ -68,6 +70,8 @@ class SimSession:
 
     incarnation: int = 1
     serving: bool = True
+    restarting_until: float = 0.0
+    losses: int = 0
     attachments: dict[str, bool] = field(default_factory=dict)  # volume id -> read only
 
 
@@ -200,6 +204,8 @@ class SimStord:
         session = self.sessions.setdefault(params.vm_id, SimSession())
         if not session.serving:
             raise FailedPrecondition("the storage daemon was lost: RecoverVmBackend first")
+        if self._is_restarting(session):
+            raise Unavailable("the storage daemon is coming back")
         new = params.volume_id not in session.attachments
         if new and self.vcpus_run(params.vm_id) and self.guest_has(params.vm_id, params.volume_id):
             self.violate(f"I5: volume {params.volume_id} attached under running vCPUs")
@@ -242,6 +248,15 @@ class SimStord:
     def lose_backend(self, vm_id: str) -> None:
         """The storage daemon of a VM dies."""
         self.sessions[vm_id].serving = False
+        self.sessions[vm_id].losses += 1
+
+    def _is_restarting(self, session: SimSession) -> bool:
+        return session.serving and self.now() < session.restarting_until
+
+    def _state(self, session: SimSession) -> stord.BackendState:
+        if self._is_restarting(session):
+            return stord.BackendState.RESTARTING
+        return stord.BackendState.SERVING if session.serving else stord.BackendState.LOST
 
     # --- snapshots
 
@@ -431,7 +446,7 @@ class SimStord:
             pending_size_bytes=wanted if wanted != volume.size_bytes else 0,
             limits=volume.backend.limits,
             snapshots=[self._part(uid, snapshot) for snapshot in volume.snapshots],
-            space=stord.SpaceLevel.OK,
+            space=stord.SpaceLevel.CRITICAL if volume.full else stord.SpaceLevel.OK,
             job=job.info.job_id if job is not None else "",
             class_name=volume.backend.class_name,
             pool=volume.backend.pool,
@@ -446,20 +461,17 @@ class SimStord:
             export_path=f"/sim/{vm_id}/{volume_id}.sock",
             read_only=session.attachments[volume_id],
             crash_class=stord.CrashClass.RESET_VM,
-            backend=_state(session),
+            backend=self._state(session),
         )
 
     def _session(self, vm_id: str) -> stord.VmBackendInfo:
         session = self.sessions[vm_id]
         return stord.VmBackendInfo(
             vm_id=vm_id,
-            backend=_state(session),
+            backend=self._state(session),
+            losses=session.losses,
             attachments=[self._attachment(vm_id, volume) for volume in session.attachments],
         )
-
-
-def _state(session: SimSession) -> stord.BackendState:
-    return stord.BackendState.SERVING if session.serving else stord.BackendState.LOST
 
 
 def _made(volume: SimVolume) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio.lowlevel
 
@@ -23,11 +23,11 @@ from chv.agent.ports import (
     VmmSelection,
 )
 from chv.agent.watch import Watch
-from chv.common.errors import FailedPrecondition, InvalidArgument, Unavailable
+from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.wire.resources import VmmChoice
 from chv.images.store import Collected
-from chv.vmm.driver import VmmConfig, VmmObservation, VmmState
+from chv.vmm.driver import DiskConfig, PluggedDisk, VmmConfig, VmmObservation, VmmState
 from tests.sim.chaos import Chaos
 from tests.sim.daemons import SimNwd, SimStord
 
@@ -49,6 +49,10 @@ class SimProcess:
     resets: int = 0
     reset_due: bool = False  # its storage was lost: the vCPUs must not run before a reset
     ran_at: float = 0.0
+    disks: dict[str, str] = field(default_factory=dict)  # plugged: disk id -> volume
+    leaving: set[str] = field(default_factory=set)  # that the guest was asked to let go of
+    clings: int = 0  # so often the guest does not let go in time
+    frozen: bool = False
 
     @property
     def record(self) -> WorkerRecord:
@@ -72,6 +76,7 @@ class SimHost:
         for daemon in (self.stord, self.nwd):
             daemon.vmm_alive = self.vmm_alive
         self.stord.vcpus_run = self.vcpus_run
+        self.stord.guest_has = self.guest_has
         self.dirs: set[str] = set()
         self.seeds: dict[str, str] = {}  # vm uid -> host key
         self.keys_made = 0
@@ -80,6 +85,7 @@ class SimHost:
         self.artifacts: dict[str, ArtifactInfo] = {}
         self.exits = Watch()
         self.intended: Callable[[str, str], bool] = lambda vm, worker: True
+        self.intends_disk: Callable[[str, str, str], bool] = lambda vm, disk, volume: True
         self.now: Callable[[], float] = lambda: 0.0
         self.spawned = 0
 
@@ -97,6 +103,11 @@ class SimHost:
         """Tell whether vCPUs of this VM run."""
         process = self.live(vm_uid)
         return process is not None and process.state is VmmState.RUNNING
+
+    def guest_has(self, vm_uid: str, volume_uid: str) -> bool:
+        """Tell whether a volume is plugged into a live VMM."""
+        process = self.live(vm_uid)
+        return process is not None and volume_uid in process.disks.values()
 
     def die(self, process: SimProcess) -> None:
         """The process ends, whatever the reason."""
@@ -135,7 +146,8 @@ class SimHost:
         self._check_parts(request)
         self.spawned += 1
         pid = 1000 + self.spawned
-        self.processes[pid] = SimProcess(pid, uid, config, obedient)
+        disks = {disk.id: _volume(disk) for disk in config.disks if disk.kind == "vhost-user-blk"}
+        self.processes[pid] = SimProcess(pid, uid, config, obedient, disks=disks)
         return self.processes[pid].record
 
     def _check_parts(self, request: SpawnRequest) -> None:
@@ -146,7 +158,7 @@ class SimHost:
                 if uid not in self.seeds:
                     self.violate(f"{uid} started without its seed")
                 continue
-            volume = disk.path.rpartition("/")[2].removesuffix(".sock")
+            volume = _volume(disk)
             if session is None or volume not in session.attachments:
                 self.violate(f"{uid} started with a disk {volume} that is not attached")
         for nic in config.nics:
@@ -181,10 +193,58 @@ class SimHost:
         """Reset in place."""
         process = self.monitor(vm_uid)
         process.resets += 1
+        process.frozen = False
+        for disk_id in process.leaving:
+            process.disks.pop(disk_id, None)
+        process.leaving.clear()
         session = self.stord.sessions.get(vm_uid)
         if session is None or session.serving:
             process.reset_due = False
         process.ran_at = self.now()
+
+    # --- disks and the guest agent
+
+    def add_disk(self, vm_uid: str, disk: DiskConfig) -> None:
+        """Plug a disk that is served."""
+        process, volume = self.monitor(vm_uid), _volume(disk)
+        session = self.stord.sessions.get(vm_uid)
+        if session is None or volume not in session.attachments:
+            self.violate(f"{vm_uid} was given a disk {volume} that is not attached")
+        if not self.intends_disk(vm_uid, disk.id, volume):
+            self.violate(f"I7: {vm_uid} was given a disk {disk.id} that is not recorded")
+        if disk.id in process.leaving:
+            raise FailedPrecondition("the guest is about to let go of it")
+        process.disks.setdefault(disk.id, volume)
+
+    def remove_disk(self, vm_uid: str, disk_id: str) -> None:
+        """Ask the guest to let go; it does, at once or after it was asked again."""
+        process = self.monitor(vm_uid)
+        if disk_id not in process.disks:
+            return
+        if process.state is not VmmState.RUNNING:
+            raise FailedPrecondition(f"the VM is {process.state.value}")
+        process.leaving.add(disk_id)
+        if process.clings > 0:
+            process.clings -= 1
+            raise DeadlineExceeded("the guest has not let go")
+        for each in process.leaving:
+            process.disks.pop(each, None)
+        process.leaving.clear()
+
+    def agent(self, vm_uid: str) -> SimProcess:
+        """Return the VMM of a guest whose agent answers."""
+        process = self.monitor(vm_uid)
+        if process.state is not VmmState.RUNNING:
+            raise Unavailable("no guest agent answers")
+        return process
+
+    def freeze(self, vm_uid: str, *, frozen: bool) -> None:
+        """Freeze or thaw the guest's file systems."""
+        self.agent(vm_uid).frozen = frozen
+
+
+def _volume(disk: DiskConfig) -> str:
+    return disk.path.rpartition("/")[2].removesuffix(".sock")
 
 
 class SimVmms:
@@ -278,6 +338,30 @@ class SimVmms:
                 raise Unavailable("the disks are not back")
 
         await self._do("await_disks", effect)
+
+    async def disks(self, vm: VmHandle) -> tuple[PluggedDisk, ...]:
+        def look() -> tuple[PluggedDisk, ...]:
+            disks = self._host.monitor(vm.uid).disks
+            return tuple(PluggedDisk(id=disk_id, connected=True) for disk_id in disks)
+
+        seen = await self._do("disks", look, False)
+        assert isinstance(seen, tuple)
+        return seen
+
+    async def add_disk(self, vm: VmHandle, disk: DiskConfig) -> None:
+        await self._do("add_disk", lambda: self._host.add_disk(vm.uid, disk))
+
+    async def remove_disk(self, vm: VmHandle, disk_id: str) -> None:
+        await self._do("remove_disk", lambda: self._host.remove_disk(vm.uid, disk_id))
+
+    async def ping_guest(self, vm: VmHandle) -> None:
+        await self._do("ping_guest", lambda: self._host.agent(vm.uid), False)
+
+    async def freeze_guest(self, vm: VmHandle) -> None:
+        await self._do("freeze_guest", lambda: self._host.freeze(vm.uid, frozen=True))
+
+    async def thaw_guest(self, vm: VmHandle) -> None:
+        await self._do("thaw_guest", lambda: self._host.freeze(vm.uid, frozen=False))
 
     async def signal(self, record: WorkerRecord, number: signal.Signals) -> None:
         def effect() -> None:

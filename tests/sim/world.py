@@ -100,6 +100,7 @@ class Machine:
         self.limits = limits or Limits(parallel_starts=2, restarts_max=3, restart_window_s=300.0)
         self.host.now = self.host.stord.now = self.clock.monotonic
         self.host.intended = self._intended
+        self.host.intends_disk = self._intends_disk
         for daemon in (self.host.stord, self.host.nwd):
             daemon.operation_known = lambda operation: operation in self.store.tables.operations
 
@@ -109,6 +110,11 @@ class Machine:
     def _intended(self, vm_uid: str, worker_id: str) -> bool:
         row = self.store.tables.workers.get(vm_uid)
         return row is not None and row.worker_id == worker_id
+
+    def _intends_disk(self, vm_uid: str, disk_id: str, volume_uid: str) -> bool:
+        row = self.store.tables.workers.get(vm_uid)
+        recorded = row.config.disks if row is not None else ()
+        return any(d.id == disk_id and d.volume_id == volume_uid for d in recorded)
 
     def commit(self, changes: tuple[Change, ...]) -> None:
         """Store the changes, and see that an operation succeeds only with what it is for."""
