@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from chv.common import logs
 from chv.common.errors import ChvError, DataLoss, InUse, NotFound
 from chv.common.wire.stord import AccessMode, CloneMode, VolumeBackend, VolumeFormat
 from chv.stord import acl
@@ -24,6 +25,7 @@ from chv.stord.backends.registry import Backends
 from chv.stord.qsd import graph
 from chv.stord.records import Records, Volume
 
+log = logs.get(__name__)
 ANCESTORS_MAX = 64
 LOCAL_DRIVERS = ("file", "host_device")
 ROOT_UID = 0
@@ -170,6 +172,11 @@ class Disks:
     def grant(self, volume_id: str, uid: int) -> None:
         """Let a storage uid open the volume; InUse where somebody else's process holds it."""
         row = self._row(volume_id)
+        with disk_files.read_only_is_told(self.lock_path(volume_id)):
+            self._grant(row, uid)
+
+    def _grant(self, row: Volume, uid: int) -> None:
+        volume_id = row.volume_id
         if row.backend.access is AccessMode.READ_ONLY_MANY:
             for path in self._shared(row):
                 acl.allow_read(path, uid)
@@ -191,9 +198,13 @@ class Disks:
             with contextlib.suppress(ChvError):
                 self._forbid(self._shared(row), uid, kept)
         else:
-            with contextlib.suppress(NotFound, FileNotFoundError, InUse):
+            try:
                 self.backend(row.backend).grant(volume_id, row.backend, ROOT_UID)
                 self._give_overlays(row, ROOT_UID)
+            except (NotFound, FileNotFoundError, InUse, DataLoss):
+                pass  # gone, or somebody else's by now
+            except OSError as error:  # read-only or dying: a detach does not wait for that
+                log.warning("files_not_taken_back", volume_id=volume_id, error=error)
         with contextlib.suppress(ChvError):  # a parent that is gone has nothing to take back
             self._forbid(self.below_paths(volume_id), uid, kept)
 

@@ -21,7 +21,14 @@ from pathlib import Path
 
 import msgspec
 
-from chv.common.errors import DataLoss, InUse, InvalidArgument, NotFound, OwnershipConflict
+from chv.common.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InUse,
+    InvalidArgument,
+    NotFound,
+    OwnershipConflict,
+)
 from chv.common.files import (
     atomic_write,
     copy_file,
@@ -66,6 +73,20 @@ def exclusively(lock_path: Path) -> Iterator[None]:
         os.close(fd)
 
 
+@contextmanager
+def read_only_is_told(path: Path) -> Iterator[None]:
+    """Turn EROFS of the block into FailedPrecondition with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        raise FailedPrecondition(
+            f"the file system of {str(path)!r} is read-only",
+            hint="see dmesg for errors of its device; then mount -o remount,rw",
+        ) from error
+
+
 def takes_direct(path: Path) -> bool:
     """Tell whether the file system opens `path` with O_DIRECT."""
     try:
@@ -85,9 +106,9 @@ def protocol(path: Path, aio: str) -> graph.Protocol:
 
 
 def begin(building: Path) -> None:
-    ensure_dir(building.parent, mode=0o711)
-    remove_tree(building)
-    with no_space_is_exhausted(building):
+    with read_only_is_told(building), no_space_is_exhausted(building):
+        ensure_dir(building.parent, mode=0o711)
+        remove_tree(building)
         building.mkdir(mode=0o711)
 
 
