@@ -167,7 +167,7 @@ class FileBackend:
         for path in building:
             disk_files.remove_tree(path)
         directory = self.directory(volume_id, spec)
-        if not self.home(volume_id).exists():
+        if directory.exists() and not self.home(volume_id).exists():
             disk_files.remove_volume(directory)
 
     async def _build(self, disk: Path, spec: VolumeBackend) -> None:
