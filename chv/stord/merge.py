@@ -13,15 +13,22 @@ snapshot marked as being deleted.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.to_thread
 import msgspec
 
 from chv.common import logs
-from chv.common.errors import Cancelled, ChvError, FailedPrecondition, InUse, NotFound
+from chv.common.errors import (
+    ChvError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InUse,
+    NotFound,
+    Unavailable,
+)
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import JobInfo, JobKind, SnapshotRef
 from chv.stord import layers
@@ -32,19 +39,16 @@ from chv.stord.jobs import JobControl, Jobs
 from chv.stord.keeper import Keeper
 from chv.stord.live import close_node, live_monitor
 from chv.stord.locks import KeyedLocks
+from chv.stord.merge_online import WORD, OnlineMerge, give_up, make_room
 from chv.stord.overlays import Overlays, read_keys
 from chv.stord.qsd import block_jobs, graph
-from chv.stord.qsd.block_jobs import BlockJob
-from chv.stord.qsd.monitor import Monitor
 from chv.stord.records import BackendPhase, ChangeKind, Volume, VolumeState
 from chv.stord.tools import Call, json_image
 
 log = logs.get(__name__)
-WORD = "merge"
 LOOK_S = 0.2
 STOP_LOOK_S = 0.005
-# How long a job that was told to end is waited for before the locks are let go in between.
-END_WAIT_S = 1.0
+Piece = Callable[[JobControl], Awaitable[bool]]
 
 
 class MergeParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +68,7 @@ class Merges:
         self._locks = locks
         self._jobs = jobs
         self._overlays = overlays
+        self._online = OnlineMerge(keeper, locks)
         self._offline: dict[str, anyio.CancelScope] = {}
         self._attaching: set[str] = set()
 
@@ -131,11 +136,20 @@ class Merges:
                 await self._records.put_volume(layers.begin_merge(row, parameters.snapshot_id))
                 await failpoint("stord.merge.after_intent")
         while self._is_open(volume_id, parameters):
-            if not await self._go_on(control):
+            if not await self._try(self._go_on, control):
                 await self._parts.clock.sleep(LOOK_S)
-        await self._clean_up(volume_id, parameters.layer)
+        while not await self._try(self._clean_up, control):
+            await self._parts.clock.sleep(LOOK_S)
         log.info("layers_merged", volume_id=volume_id, layer=parameters.layer)
         return {"snapshot_id": parameters.snapshot_id}
+
+    async def _try(self, piece: Piece, control: JobControl) -> bool:
+        """Do a piece of the work; a storage daemon that dies or hangs is not the end of it."""
+        try:
+            return await piece(control)
+        except (Unavailable, DeadlineExceeded) as error:
+            log.warning("merge_interrupted", volume_id=control.volume_id, error=error)
+            return False
 
     def _is_open(self, volume_id: str, parameters: MergeParameters) -> bool:
         row = self._records.volumes.get(volume_id)
@@ -152,119 +166,13 @@ class Merges:
         backend = self._records.backends.get(holder.vm_id)
         served = backend is not None and backend.phase is BackendPhase.SERVING
         if served and holder.wanted and holder.published and not holder.read_only:
-            return await self._merge_online(control, holder.vm_id)
+            return await self._online.go_on(control, holder.vm_id)
         if control.cancelling.is_set():
             async with self._locks.hold(volume_id):
-                await self._give_up(control)
+                await give_up(self._records, control)
         return False
 
-    async def _give_up(self, control: JobControl) -> None:
-        """Leave the chain as it is, which is whole, and end; not after a pivot."""
-        row = self._records.volumes[control.volume_id]
-        if row.change is not None and row.change.kind is ChangeKind.MERGE:
-            await self._records.put_volume(layers.abandon(row))
-            await failpoint("stord.merge.after_abandon")
-            raise Cancelled(
-                "cancelled on request; the volume is whole, the snapshot is not",
-                resource=control.volume_id,
-            )
-
-    # --- in the VM's storage daemon
-    async def _merge_online(self, control: JobControl, vm_id: str) -> bool:
-        """Look at the job in the storage daemon and do what comes next. True: it is merged."""
-        volume_id = control.volume_id
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(self._locks.hold(volume_id))
-            await held.enter_async_context(self._keeper.locks.hold(vm_id))
-            if self._records.attachment(volume_id, vm_id) is None:
-                return True  # it has gone meanwhile: look again
-            monitor = await held.enter_async_context(live_monitor(self._parts, vm_id, "merge"))
-            if monitor is None or graph.throttle_node(volume_id) not in await monitor.nodes():
-                return False  # lost: the VM's recovery or detach comes first
-            await self._begin_online(control, monitor)
-            return await self._push(control, monitor)
-
-    async def _begin_online(self, control: JobControl, monitor: Monitor) -> None:
-        row, name = self._row(control), block_jobs.job_name(WORD, control.volume_id)
-        assert row.change is not None
-        if await block_jobs.find(monitor, name) is not None:
-            return
-        if graph.format_node(row.volume_id, row.change.layer) not in await monitor.nodes():
-            return  # it was left already, by a storage daemon that has ended since
-        if control.cancelling.is_set():
-            await self._give_up(control)
-        await self._make_room(row)
-        pair = (row.change.layer, layers.below(row, row.change.layer))
-        await block_jobs.commit(monitor, row.volume_id, pair, name)
-        await failpoint("stord.merge.after_commit")
-
-    async def _make_room(self, row: Volume) -> None:
-        """Let the base become as large as what is merged into it, where it is a device of ours."""
-        assert row.change is not None
-        if layers.below(row, row.change.layer) == 0:
-            backend = self._parts.disks.backend(row.backend)
-            await backend.extend_device(row.volume_id, row.backend)
-
-    async def _push(self, control: JobControl, monitor: Monitor) -> bool:
-        name = block_jobs.job_name(WORD, control.volume_id)
-        job = await block_jobs.find(monitor, name)
-        if job is not None:
-            await control.progress(job.done, job.total, "the storage daemon merges the layers")
-        if job is not None and control.cancelling.is_set():
-            job = await self._cancel_online(control, monitor, job)
-        if job is not None and job.status == block_jobs.READY:
-            await block_jobs.complete(monitor, name)
-            await failpoint("stord.merge.after_complete")
-            job = await block_jobs.settled(monitor, name, END_WAIT_S, block_jobs.PENDING)
-        if job is not None and job.status == block_jobs.PENDING:
-            job = await self._pivot(control, monitor)
-        if job is not None and job.status != block_jobs.CONCLUDED:
-            return False
-        await self._conclude(control, monitor, job)
-        return True
-
-    async def _cancel_online(
-        self, control: JobControl, monitor: Monitor, job: BlockJob
-    ) -> BlockJob:
-        """End the job and give up, unless the pivot has begun or it is done already."""
-        change = self._row(control).change
-        if change is not None and change.kind is ChangeKind.PIVOT:
-            return job
-        if job.status == block_jobs.CONCLUDED and not job.error:
-            return job
-        ended = await block_jobs.cancel(monitor, job.name)
-        await failpoint("stord.merge.after_cancel")
-        if ended is not None and not ended.error:
-            return ended  # it came to its end just before
-        await self._give_up(control)
-        return job
-
-    async def _pivot(self, control: JobControl, monitor: Monitor) -> BlockJob | None:
-        """The guest's writes are held back: say so durably, then leave the layer."""
-        name = block_jobs.job_name(WORD, control.volume_id)
-        await failpoint("stord.merge.at_pending")
-        await self._records.put_volume(layers.pivot(self._row(control)))
-        await failpoint("stord.merge.after_pivot")
-        await block_jobs.finalize(monitor, name)
-        await failpoint("stord.merge.after_finalize")
-        return await block_jobs.settled(monitor, name, END_WAIT_S)
-
-    async def _conclude(self, control: JobControl, monitor: Monitor, job: BlockJob | None) -> None:
-        """Record what the job has led to, then forget it and close what it has left."""
-        row = self._row(control)
-        assert row.change is not None
-        if job is not None and job.error:
-            await self._records.put_volume(layers.abandon(row))
-            await block_jobs.dismiss(monitor, job.name)
-            raise block_jobs.failure(job, row.volume_id)
-        await self._records.put_volume(layers.finish_merge(row))
-        await failpoint("stord.merge.after_record")
-        if job is not None:
-            await block_jobs.dismiss(monitor, job.name)
-        await close_node(monitor, row.volume_id, row.change.layer)
-        await failpoint("stord.merge.after_close")
-
-    # --- without a storage daemon
+    # --- without the VM's storage daemon
     async def _merge_offline(self, control: JobControl) -> bool:
         """Run qemu-img; False where an attach or a cancel made it stop."""
         volume_id = control.volume_id
@@ -273,7 +181,7 @@ class Merges:
         if row.change.kind is ChangeKind.MERGE and not await self._commit_until_stopped(control):
             if control.cancelling.is_set():
                 async with self._locks.hold(volume_id):
-                    await self._give_up(control)
+                    await give_up(self._records, control)
             return False
         async with self._locks.hold(volume_id):
             if self._records.holder(volume_id) is None:
@@ -304,7 +212,7 @@ class Merges:
 
     async def _commit(self, control: JobControl, row: Volume) -> None:
         assert row.change is not None
-        await self._make_room(row)
+        await make_room(self._parts, row)
         disk = await anyio.to_thread.run_sync(self._lower_part, row)
         pair = disk.own[-2:]
         total = row.backend.size_bytes
@@ -334,8 +242,9 @@ class Merges:
         return msgspec.structs.replace(disk, own=disk.own[:count])
 
     # --- the end
-    async def _clean_up(self, volume_id: str, number: int) -> None:
-        """Remove the file of the layer, and its node where one is left."""
+    async def _clean_up(self, control: JobControl) -> bool:
+        """Remove the file of the layer, and its node where one is left. True."""
+        volume_id, number = control.volume_id, control.parameters(MergeParameters).layer
         holder = self._records.holder(volume_id)
         if holder is not None:
             async with (
@@ -348,6 +257,7 @@ class Merges:
                     await close_node(monitor, volume_id, number)
         await self._overlays.remove(volume_id, number)
         await failpoint("stord.merge.after_remove")
+        return True
 
     async def settle_pivots(self, vm_id: str) -> None:
         """Record the pivots that the death of a VM's storage daemon has decided.
