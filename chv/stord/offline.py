@@ -8,16 +8,18 @@ key), those of the monitor.
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 
-from chv.common.errors import InUse
+from chv.common.errors import Internal, InUse
 from chv.common.files import ensure_dir
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -33,6 +35,15 @@ from chv.stord.tools import Tools
 
 # It writes metadata of qcow2 at its end; a bitmap that is not is of no use afterwards.
 TERMINATE_S = 20.0
+UMASK = 0o177
+TARGET = "target"
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of keys, and the volume whose secret objects they become."""
+
+    volume_id: str
+    names: tuple[str, ...] = ()
 
 
 class Offline:
@@ -67,7 +78,7 @@ class Offline:
         lock_path = self._disks.lock_path(volume_id)
         owns = [lock_path, *await anyio.to_thread.run_sync(self._disks.paths, volume_id), *also]
         below = await anyio.to_thread.run_sync(self._disks.below_paths, volume_id)
-        async with self._tools.lend(owns, below), self._daemon() as monitor:
+        async with self._tools.lend(owns, below), self._daemon() as (monitor, _directory):
             shared = row.backend.access is AccessMode.READ_ONLY_MANY
             try:
                 await monitor.add_node(graph.lock_blockdev(volume_id, lock_path, shared=shared))
@@ -85,25 +96,51 @@ class Offline:
         await luks.add_locked(monitor, self._layout, disk, graph.chain(disk))
 
     @asynccontextmanager
-    async def _daemon(self) -> AsyncIterator[Monitor]:
+    async def serve(
+        self, node: graph.Node, owns: Sequence[Path], keys: Keys, *, uid: int
+    ) -> AsyncIterator[Path]:
+        """Open a node for writing and yield a socket on which `uid` alone may reach it, as NBD.
+
+        When the block ends without an error everything that was written is in the files.
+        """
+        async with self._tools.lend(owns, ()), self._daemon() as (monitor, directory):
+            async with luks.secrets(monitor, self._layout, keys.volume_id, keys.names):
+                await monitor.add_node(node | {"node-name": TARGET})
+            path = directory / "nbd"
+            address = {"type": "unix", "data": {"path": str(path)}}
+            await monitor.call("nbd-server-start", {"addr": address})
+            export: graph.Node = {"type": "nbd", "id": TARGET, "node-name": TARGET}
+            await monitor.add_export(export | {"name": TARGET, "writable": True})
+            await anyio.to_thread.run_sync(_admit, directory, path, uid)
+            yield path
+
+    @asynccontextmanager
+    async def _daemon(self) -> AsyncIterator[tuple[Monitor, Path]]:
+        """Yield an empty storage daemon and its directory; it ends well or the block fails."""
         directory = self._home / self._ids.nonce()
         ensure_dir(self._home, mode=0o711)
         ensure_dir(directory, mode=0o700, uid=self.uid, gid=self.uid)
-        socket, ready = directory / "qmp", directory / "pid"
         try:
-            child = await start_child(
-                Program(
-                    argv=tuple(graph.argv(socket, ready)), uid=self.uid, gid=self.uid, umask=0o177
-                )
-            )
+            socket, ready = directory / "qmp", directory / "pid"
+            argv = tuple(graph.argv(socket, ready))
+            child = await start_child(Program(argv=argv, uid=self.uid, gid=self.uid, umask=UMASK))
             try:
                 async with open_monitor(socket, ready, self.uid) as monitor:
-                    yield monitor
+                    yield monitor, directory
             finally:
                 with anyio.CancelScope(shield=True):
                     await child.terminate(grace_s=TERMINATE_S)
+            if child.returncode != 0:
+                raise Internal(f"the storage daemon of a job ended with {child.returncode}")
         finally:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(
-                    partial(shutil.rmtree, directory, ignore_errors=True)
-                )
+                remove = partial(shutil.rmtree, directory, ignore_errors=True)
+                await anyio.to_thread.run_sync(remove)
+
+
+def _admit(directory: Path, socket: Path, uid: int) -> None:
+    """Let a uid connect; nobody can replace what it connects to."""
+    os.chown(directory, 0, 0)
+    directory.chmod(0o711)
+    os.chown(socket, uid, uid, follow_symlinks=False)
+    socket.chmod(0o600)

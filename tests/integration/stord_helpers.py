@@ -40,6 +40,8 @@ class Node:
     def __init__(self, root: Path, *, state: Path | None = None, storage: str = "") -> None:
         self.layout = Layout(IDS.instance(), root / "run", state or root / "state")
         self.config = root / "chv.toml"
+        if "space_critical_bytes" not in storage:  # small test disks are full by the default
+            storage += "\nspace_critical_bytes = 0"
         self.config.write_text(
             f'[node]\ninstance = "{self.layout.instance}"\n'
             f'run_dir = "{self.layout.run_root}"\nstate_dir = "{self.layout.state_root}"\n'
