@@ -13,6 +13,7 @@ from chv.common.layout import Layout
 from chv.common.process import Provider
 from chv.common.wire.types import CensusItem
 from chv.stord.backends.file import FileBackend
+from chv.stord.proxy import command
 from chv.stord.records import Records
 from chv.stord.work import WORKER_KIND
 
@@ -20,7 +21,7 @@ from chv.stord.work import WORKER_KIND
 def census(
     layout: Layout, records: Records, provider: Provider, files: FileBackend
 ) -> list[CensusItem]:
-    """Return storage daemons, export sockets, private directories and volume directories."""
+    """Return storage daemons, proxies, export sockets, private and volume directories."""
     return [
         *_processes(layout, records, provider),
         *_run_files(layout, records),
@@ -30,6 +31,7 @@ def census(
 
 def _processes(layout: Layout, records: Records, provider: Provider) -> list[CensusItem]:
     known = {row.worker_id for row in records.backends.values()}
+    known |= {row.proxy_id for row in records.attachments.values()}
     return [
         CensusItem(
             kind="process",
@@ -38,7 +40,8 @@ def _processes(layout: Layout, records: Records, provider: Provider) -> list[Cen
             known=found.worker_id in known,
             detail=f"pid {found.pid} uid {found.uid} {found.executable}",
         )
-        for found in provider.find(f"{layout.worker_prefix}{WORKER_KIND}:")
+        for kind in (WORKER_KIND, command.WORKER_KIND)
+        for found in provider.find(f"{layout.worker_prefix}{kind}:")
     ]
 
 

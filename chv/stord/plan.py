@@ -2,9 +2,10 @@
 
 `plan(desired, observed)` gives steps in order; each is idempotent, so a crash after any of them
 is followed by a new observation and a new plan. Rules that hold in every plan:
-the VMM-facing path exists only while the export behind it lives; a published export of a wanted
-attachment is never touched; a new incarnation starts only where `may_start` says so and after
-every old path is gone; remove comes before add.
+a VMM-facing path that the storage daemon listens on exists only while the export behind it lives;
+one that a proxy listens on may outlive a storage daemon that is being restarted under its VM;
+a published export of a wanted attachment is never touched; a new incarnation starts only where
+`may_start` says so and after every other old path is gone; remove comes before add.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     volume_id: str
     read_only: bool = False
     published: bool = False
+    # An in-flight proxy stands between the VMM and the storage daemon.
+    proxied: bool = False
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +31,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     attachments: tuple[Wanted, ...] = ()
     # A dead storage daemon may be followed by a new one: no guest runs that trusts the old one.
     may_start: bool = False
+    # The VM keeps running meanwhile: what its proxies listen on stays.
+    restarting: bool = False
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +43,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     exports: frozenset[str] = frozenset()
     # Volume ids whose VMM-facing path exists.
     paths: frozenset[str] = frozenset()
+    # Those whose proxy lives, and those of which a proxy was meant to live.
+    proxies: frozenset[str] = frozenset()
+    proxy_remains: frozenset[str] = frozenset()
+    # Those whose primed export stands where their proxy looks for it.
+    primed: frozenset[str] = frozenset()
     # Something of this VM's storage daemon is left in the run directory.
     remains: bool = False
 
@@ -83,7 +93,20 @@ class AddExport(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Prime the write cache, then put the socket at its VMM-facing path."""
+    """Prime the write cache; put the socket at its VMM-facing path, or where the proxy looks."""
+
+    volume_id: str
+    proxied: bool = False
+
+
+class StopProxy(msgspec.Struct, frozen=True, tag=True):
+    """End the proxy and clean up after it."""
+
+    volume_id: str
+
+
+class StartProxy(msgspec.Struct, frozen=True, tag=True):
+    """Start a proxy, then put its listener at the VMM-facing path, over a dead one's."""
 
     volume_id: str
 
@@ -97,6 +120,8 @@ Step = (
     | AddNodes
     | AddExport
     | Publish
+    | StopProxy
+    | StartProxy
 )
 
 
@@ -109,7 +134,8 @@ def plan(desired: Desired, observed: Observed, known: tuple[str, ...] = ()) -> l
         {*known, *observed.paths, *(item.volume_id for item in desired.attachments)}
     )
     kept = _kept(desired, observed)
-    steps = _removals(volume_ids, kept, observed)
+    fronts = _fronts(desired, observed, kept)
+    steps = _removals(volume_ids, kept, fronts, observed)
     if not desired.attachments:
         return steps + ([StopBackend()] if observed.alive or observed.remains else [])
     if not observed.alive:
@@ -121,6 +147,10 @@ def plan(desired: Desired, observed: Observed, known: tuple[str, ...] = ()) -> l
         # must be reset before there is a new one, as after a loss.
         if item.volume_id not in kept and (desired.may_start or not item.published):
             steps += _serve(item)
+        elif item.volume_id not in kept:
+            continue
+        if item.proxied and not (item.volume_id in fronts and _is_fronted(item, observed)):
+            steps.append(StartProxy(item.volume_id))
     return steps
 
 
@@ -132,18 +162,44 @@ def _kept(desired: Desired, observed: Observed) -> frozenset[str]:
         item.volume_id
         for item in desired.attachments
         if graph.export_id(item.volume_id) in observed.exports
-        and (item.published or item.volume_id in observed.paths)
+        and _was_primed(item, desired, observed)
     )
 
 
-def _removals(volume_ids: list[str], kept: frozenset[str], observed: Observed) -> list[Step]:
+def _was_primed(item: Wanted, desired: Desired, observed: Observed) -> bool:
+    """Tell whether a VMM may have met the export, which it does only when that is primed."""
+    if not item.proxied:
+        return item.published or item.volume_id in observed.paths
+    # In a restart `published` speaks of the incarnation before.
+    return item.volume_id in observed.primed or (item.published and not desired.restarting)
+
+
+def _fronts(desired: Desired, observed: Observed, kept: frozenset[str]) -> frozenset[str]:
+    """Attachments whose VMM-facing side is not taken away, dead or alive."""
+    return frozenset(
+        item.volume_id
+        for item in desired.attachments
+        if item.volume_id in kept or (item.proxied and item.published and desired.restarting)
+    )
+
+
+def _is_fronted(item: Wanted, observed: Observed) -> bool:
+    """Tell whether a live proxy listens where the VMM looks, or where one may be using it."""
+    reachable = item.volume_id in observed.paths or item.published
+    return item.volume_id in observed.proxies and reachable
+
+
+def _removals(
+    volume_ids: list[str], kept: frozenset[str], fronts: frozenset[str], observed: Observed
+) -> list[Step]:
     steps: list[Step] = []
     for volume_id in volume_ids:
-        if volume_id in kept:
-            continue
-        if volume_id in observed.paths:
-            steps.append(Unpublish(volume_id))
-        if not observed.alive:
+        if volume_id not in fronts:
+            if volume_id in observed.paths:
+                steps.append(Unpublish(volume_id))
+            if volume_id in observed.proxy_remains:
+                steps.append(StopProxy(volume_id))
+        if volume_id in kept or not observed.alive:
             continue
         if graph.export_id(volume_id) in observed.exports:
             steps.append(RemoveExport(volume_id))
@@ -156,5 +212,5 @@ def _serve(item: Wanted) -> list[Step]:
     return [
         AddNodes(item.volume_id, item.read_only),
         AddExport(item.volume_id, item.read_only),
-        Publish(item.volume_id),
+        Publish(item.volume_id, item.proxied),
     ]
