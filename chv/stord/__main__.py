@@ -68,6 +68,7 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
             clock=SystemClock(),
             ids=ids,
             boot_id=boot_id(),
+            storage=config.storage,
         )
         events = Events()
         keeper = Keeper(parts, events, tasks)
@@ -90,7 +91,9 @@ async def _bring_up(server: Server, service: Service, keeper: Keeper) -> None:
     number = os.environ.get(READY_FD, "")
     if number.isdigit():
         await anyio.to_thread.run_sync(_tell, int(number))
-    await keeper.pulse_forever()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(service.space.run)
+        await keeper.pulse_forever()
 
 
 def _hello(

@@ -9,14 +9,16 @@ kernel has no Landlock nothing is enforced and `feature` says so.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from chv.common.config import StorageConfig
+from chv.common.errors import FailedPrecondition
 from chv.common.layout import Layout
 from chv.common.process import Access, PathAccess, landlock_abi
+from chv.common.wire.stord import CloneMode, VolumeBackend, VolumeClass
 from chv.common.wire.types import Feature
-from chv.stord.qsd import graph
+from chv.stord.records import Backend, Volume
 
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64")
 LOADER_CACHE = "/etc/ld.so.cache"
@@ -67,9 +69,33 @@ def tool_rules(
     return tuple(rules)
 
 
-def needs_network(disk: graph.Disk) -> bool:
-    """Tell whether serving the disk takes a network."""
-    return not all(layer.protocol.local for layer in (*disk.below, *disk.own))
+def needs_network(volumes: Mapping[str, Volume], volume_id: str) -> bool:
+    """Tell whether serving the volume takes a network: its own class, or one that it rests on."""
+    while (row := volumes.get(volume_id)) is not None:
+        if _is_remote(row.backend):
+            return True
+        source = row.backend.snapshot
+        if source is None or source.mode is not CloneMode.LINKED:
+            return False
+        volume_id = source.volume_id
+    return False
+
+
+def require_network(backend: Backend, what: str) -> None:
+    """Refuse what the VM's storage daemon cannot reach; a network is given at its start alone."""
+    if not backend.network:
+        raise FailedPrecondition(
+            f"{what} needs a network, and the VM's storage daemon was started without one",
+            resource=backend.vm_id,
+            hint="stop the VM, then do it, then start the VM",
+        )
+
+
+def _is_remote(spec: VolumeBackend) -> bool:
+    """Tell whether a network is needed; an NBD server on a Unix socket is reached without."""
+    if spec.nbd is not None:
+        return not spec.nbd.socket
+    return spec.class_name in (VolumeClass.ISCSI, VolumeClass.RBD)
 
 
 def feature() -> Feature:

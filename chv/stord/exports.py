@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import stat
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from chv.common.failpoint import failpoint_sync
 from chv.common.files import ensure_dir
 from chv.common.ids import short_uid
 from chv.common.layout import Layout, check_socket_path
+from chv.stord.proxy import command
 
 SOCKET_MODE = 0o660
-UNIX_SOCKETS = Path("/proc/net/unix")
 # Num RefCount Protocol Flags Type St Inode Path
 STATE_FIELD, PATH_FIELD, CONNECTED = 5, 7, b"03"
 
@@ -50,6 +51,10 @@ class RunDirectory:
         """Return the VMM-facing path."""
         return self._layout.export(self.vm_id, volume_id)
 
+    def primed(self, volume_id: str) -> Path:
+        """Return where the proxy of a volume looks for the primed export."""
+        return self.private / f"{short_uid(volume_id)}.live"
+
     def _moving(self, volume_id: str) -> Path:
         return self.path / f".{short_uid(volume_id)}"
 
@@ -58,6 +63,7 @@ class RunDirectory:
         for path in (
             self.monitor(incarnation),
             self.unprimed(volume_id),
+            self.primed(volume_id),
             self.export(volume_id),
         ):
             check_socket_path(path)
@@ -96,6 +102,27 @@ class RunDirectory:
         moving.chmod(SOCKET_MODE)
         moving.rename(final)
 
+    def has_primed(self, volume_ids: list[str]) -> frozenset[str]:
+        """Return those of the volumes that have an export for their proxy."""
+        return frozenset(item for item in volume_ids if os.path.lexists(self.primed(item)))
+
+    def hand_over(self, volume_id: str) -> None:
+        """Move a primed socket to where the proxy, which is of the same uid, looks for it."""
+        self.unprimed(volume_id).rename(self.primed(volume_id))
+
+    def listen(self, volume_id: str, storage_uid: int, vm_gid: int) -> socket.socket:
+        """Return a listener for a proxy, 0660 storage_uid:vm_gid, not at its final name yet."""
+        moving = self._moving(volume_id)
+        moving.unlink(missing_ok=True)
+        listener = command.listen(moving)
+        os.chown(moving, storage_uid, vm_gid, follow_symlinks=False)
+        moving.chmod(SOCKET_MODE)
+        return listener
+
+    def place(self, volume_id: str) -> None:
+        """Give a listener its VMM-facing name, over that of a dead one."""
+        self._moving(volume_id).rename(self.export(volume_id))
+
     def unpublish(self, volume_id: str) -> None:
         """Remove the VMM-facing path and a half-moved socket; fine when there is none."""
         for path in (self.export(volume_id), self._moving(volume_id)):
@@ -108,16 +135,20 @@ class RunDirectory:
             self.path.rmdir()
 
 
-def has_client(socket_path: Path) -> bool:
-    """Tell whether somebody is connected to the socket that was bound as `socket_path`.
+def has_client(socket_path: Path, pid: int | str = "self") -> bool:
+    """Tell whether somebody is connected to the socket that process `pid` bound as `socket_path`.
 
     The kernel lists an accepted connection under the name that its listener was bound to, also
-    when the file was renamed since.
+    when the file was renamed since; and only in the network namespace of who made the listener.
+    A process that is gone has no client.
     """
-    with UNIX_SOCKETS.open("rb") as lines:
-        return any(
-            len(fields) > PATH_FIELD
-            and fields[STATE_FIELD] == CONNECTED
-            and fields[PATH_FIELD] == os.fsencode(socket_path)
-            for fields in map(bytes.split, lines)
-        )
+    try:
+        lines = Path(f"/proc/{pid}/net/unix").read_bytes().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return any(
+        len(fields) > PATH_FIELD
+        and fields[STATE_FIELD] == CONNECTED
+        and fields[PATH_FIELD] == os.fsencode(socket_path)
+        for fields in map(bytes.split, lines)
+    )

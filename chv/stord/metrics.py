@@ -9,7 +9,6 @@ where a file system refuses direct I/O. Reads only; a process that ends meanwhil
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import anyio.to_thread
@@ -22,6 +21,7 @@ from chv.common.wire.stord import (
     VolumeInfo,
     VolumeMetrics,
 )
+from chv.stord.levels import Errors
 from chv.stord.qsd import graph
 from chv.stord.records import Backend, Records
 
@@ -31,25 +31,6 @@ UNSUPPORTED = {
     "volume_bytes": f"{_NOT_COUNTED}; see the bytes per VM",
     "volume_latency": _NOT_COUNTED,
 }
-
-
-class Errors:
-    """How many errors stord has seen per volume since it started."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def seen(self, volume_id: str) -> None:
-        """Count one."""
-        self._counts[volume_id] += 1
-
-    def forget(self, volume_id: str) -> None:
-        """The volume is gone."""
-        self._counts.pop(volume_id, None)
-
-    def of(self, volume_id: str) -> int:
-        """Return the count of a volume."""
-        return self._counts[volume_id]
 
 
 class Metrics:

@@ -174,6 +174,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     lost_at: str = ""
     losses: int = 0
     last_loss: str = ""
+    # Whether it sees the node's network: decided by the disks that the VM has at its start.
+    network: bool = False
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ import anyio
 import anyio.to_thread
 
 from chv.common.errors import ChvError, InvalidArgument, Unsupported
-from chv.common.files import free_bytes
 from chv.common.process import run
 from chv.common.rpc import CallContext, Method, Server
 from chv.common.wire import stord as wire
@@ -23,7 +22,6 @@ from chv.common.wire.types import (
     Empty,
     Feature,
 )
-from chv.stord import growth
 from chv.stord.backends.file import FileBackend
 from chv.stord.census import census
 from chv.stord.clones import Copies
@@ -35,10 +33,13 @@ from chv.stord.jobs import Jobs, Runner
 from chv.stord.keeper import Keeper
 from chv.stord.locks import KeyedLocks
 from chv.stord.qsd import graph
+from chv.stord.reports import Reports
 from chv.stord.sessions import Sessions, state_of
 from chv.stord.snapshot_service import SnapshotService
+from chv.stord.space import SpaceMonitor
 from chv.stord.tuning import Tuning
 from chv.stord.volumes import Volumes
+from chv.stord.work_service import WorkService
 
 VERSION_TIMEOUT_S = 5.0
 NOTE_TIMEOUT_S = 5.0
@@ -62,11 +63,14 @@ class Service:
         self._runners: dict[wire.JobKind, Runner] = {wire.JobKind.CREATE: self._filler.run}
         self._files = files
         self._events = events
-        self._binary = Feature(name=graph.BINARY, present=False, detail="not looked for yet")
         self._locks = KeyedLocks()
+        self.space = SpaceMonitor(parts, events)
+        self._reports = Reports(keeper, self._volumes, self.space)
         self._snapshots = SnapshotService(keeper, self._locks, jobs, self._volumes.info)
         self._runners[wire.JobKind.DELETE_SNAPSHOT] = self._snapshots.merges.run
         self._fills.register(FillKind.CLONE, Copies(parts).fill)
+        self._work = WorkService(keeper, self._locks, jobs, self._fills)
+        self._runners |= self._work.runners()
         keeper.settle = self._snapshots.settle_vm
 
     def register(self, server: Server) -> None:
@@ -82,21 +86,20 @@ class Service:
         server.add(wire.GET_VOLUME_HEALTH, self.volume_health)
         server.add(wire.LIST_VOLUMES, self.list_volumes)
         server.add(wire.LIST_SESSIONS, self.list_sessions)
-        server.add(wire.STORD_HEALTH, self.health)
         server.add(wire.WATCH_STORAGE, self.watch)
+        self._reports.register(server)
         self._snapshots.register(server)
+        self._work.register(server)
         for method in (
-            wire.BACKUP_VOLUME,
-            wire.CHECK_VOLUME,
             wire.MOVE_VOLUME,
-            wire.GET_METRICS,
         ):
             server.add(method, _not_there(method))
 
     async def restore(self) -> None:
         """Re-read the world: what was cut short, then every storage daemon."""
-        self._binary = await probe_binary()
+        self._reports.binary = await probe_binary()
         await anyio.to_thread.run_sync(self._parts.tools.sweep)
+        await self._work.sweep()
         await anyio.to_thread.run_sync(self._files.sweep)
         await self._parts.provider.sweep()
         await self._volumes.finish()
@@ -111,6 +114,7 @@ class Service:
         source = request.backend.snapshot
         parent = "" if source is None else source.volume_id
         async with self._snapshots.hold(request.volume_id, parent):
+            await self.space.admit(request.volume_id, request.backend)
             return await self._volumes.open(request)
 
     async def close_volume(self, request: wire.VolumeRef) -> Done:
@@ -213,34 +217,6 @@ class Service:
             census, self._parts.layout, self._records, self._parts.provider, self._files
         )
         return CensusReply(items=items)
-
-    def _online_growth(self) -> Feature:
-        major = self._binary.detail.partition(".")[0]
-        able = self._binary.present and major.isdigit() and int(major) >= growth.MAJOR_MIN
-        detail = (
-            "with QEMU as VMM" if able else f"needs QEMU {growth.MAJOR_MIN}, else at next start"
-        )
-        return Feature(name="online_grow", present=able, detail=detail)
-
-    async def health(self, _request: Empty) -> wire.StordHealth:
-        """See the wire."""
-        lost = self._keeper.open_losses()
-        free = await anyio.to_thread.run_sync(free_bytes, self._parts.layout.state)
-        good = self._binary.present and not lost
-        problem = lost[0].message if lost else ("" if good else self._binary.detail)
-        return wire.StordHealth(
-            status="healthy" if good else "degraded",
-            storage_daemon_version=self._binary.detail if self._binary.present else "",
-            features=[
-                self._binary,
-                Feature(name="in_flight_tracking", present=False, detail="no proxy yet"),
-                self._online_growth(),
-            ],
-            volumes=len(self._records.volumes),
-            attachments=len(self._records.attachments),
-            free_bytes=free,
-            last_error=problem,
-        )
 
 
 async def probe_binary() -> Feature:

@@ -27,7 +27,7 @@ from chv.common.wire.stord import (
     BackendState,
     VmBackendInfo,
 )
-from chv.stord import crash_class
+from chv.stord import confinement, crash_class
 from chv.stord.exports import RunDirectory
 from chv.stord.integrity import Integrity
 from chv.stord.keeper import REASON_CHARACTERS_MAX, Keeper
@@ -154,12 +154,17 @@ class Sessions:
                 resource=request.vm_id,
                 hint="RecoverVmBackend first",
             )
+        if self._needs_network(request.volume_id):
+            confinement.require_network(backend, f"volume {request.volume_id}")
         RunDirectory(self._layout, request.vm_id).check(request.volume_id, _ANY_INCARNATION)
         row = Attachment(
             volume_id=request.volume_id, vm_id=request.vm_id, read_only=request.read_only
         )
         await self._records.put_vm([row], backend)
         return True
+
+    def _needs_network(self, volume_id: str) -> bool:
+        return confinement.needs_network(self._records.volumes, volume_id)
 
     def _refuse_others(self, request: AttachVolumeToVm) -> None:
         """Refuse a second VM, unless the volume is there to be read by many."""
@@ -190,6 +195,7 @@ class Sessions:
                 storage_uid=request.storage_uid,
                 vm_gid=request.vm_gid,
                 boot_id=self._keeper.parts.boot_id,
+                network=request.network or self._needs_network(request.volume_id),
             )
         _require_same(backend.storage_uid, request.storage_uid, "storage_uid", request)
         _require_same(backend.vm_gid, request.vm_gid, "vm_gid", request)

@@ -20,8 +20,7 @@ import anyio.to_thread
 import msgspec
 
 from chv.common import logs
-from chv.common.clock import Clock, timestamp
-from chv.common.config import StorageConfig
+from chv.common.clock import timestamp
 from chv.common.errors import ChvError, ResourceExhausted
 from chv.common.wire.stord import (
     PlaceSpace,
@@ -31,9 +30,9 @@ from chv.common.wire.stord import (
     VolumeClass,
 )
 from chv.stord.backends.base import PERCENT, Space, space_of
-from chv.stord.disks import Disks
 from chv.stord.events import Events
-from chv.stord.records import Records, Volume, VolumeState
+from chv.stord.records import Volume, VolumeState
+from chv.stord.work import Parts
 
 log = logs.get(__name__)
 LOOK_S = 1.0
@@ -64,37 +63,18 @@ class _Seen:
     at: float
 
 
-class Levels:
-    """The level of each volume as it was judged last; what callers are shown."""
-
-    def __init__(self) -> None:
-        self._levels: dict[str, SpaceLevel] = {}
-
-    def get(self, volume_id: str) -> SpaceLevel:
-        """Return the level of a volume, UNKNOWN before the first look."""
-        return self._levels.get(volume_id, SpaceLevel.UNKNOWN)
-
-    def change(self, levels: dict[str, SpaceLevel]) -> list[tuple[str, SpaceLevel, SpaceLevel]]:
-        """Take the levels of all volumes; return what changed: volume, before, now."""
-        before, self._levels = self._levels, levels
-        pairs = ((item, before.get(item, SpaceLevel.UNKNOWN), now) for item, now in levels.items())
-        return [(item, old, new) for item, old, new in pairs if old is not new]
-
-
 class SpaceMonitor:
     """Looks at every place of this node."""
 
-    def __init__(
-        self, records: Records, disks: Disks, storage: StorageConfig, events: Events, clock: Clock
-    ) -> None:
-        self._records = records
-        self._disks = disks
-        self._storage = storage
+    def __init__(self, parts: Parts, events: Events) -> None:
+        self._records = parts.records
+        self._disks = parts.disks
+        self._storage = parts.storage
         self._events = events
-        self._clock = clock
+        self._clock = parts.clock
         self._seen: dict[str, _Seen] = {}
         self._silent: set[str] = set()  # places that could not be measured
-        self.levels = Levels()
+        self._levels = parts.levels
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -113,7 +93,7 @@ class SpaceMonitor:
                 measuring.start_soon(self._measure, place)
         for key in set(self._seen) - {place.key for place in found}:
             del self._seen[key]
-        for volume_id, before, now in self.levels.change(self._judged(found)):
+        for volume_id, before, now in self._levels.change(self._judged(found)):
             self._tell(volume_id, before, now)
 
     def places(self) -> list[PlaceSpace]:

@@ -13,16 +13,19 @@ from chv.common.wire.stord import (
     VolumeInfo,
 )
 from chv.stord.backends.base import Inspection, Space
+from chv.stord.confinement import needs_network
 from chv.stord.disks import Disks
+from chv.stord.levels import Levels
 from chv.stord.records import Records, Snapshot, Volume, VolumeState
 
 
 class Describer:
     """Describes volumes."""
 
-    def __init__(self, records: Records, disks: Disks) -> None:
+    def __init__(self, records: Records, disks: Disks, levels: Levels) -> None:
         self._records = records
         self._disks = disks
+        self._levels = levels
 
     async def info(
         self, row: Volume, *, created: bool = False, live: Limits | None = None
@@ -58,11 +61,12 @@ class Describer:
             snapshots=[self.snapshot(row, each) for each in row.snapshots],
             layers=len(row.layers),
             parent=parent_of(row),
-            space=SpaceLevel.UNKNOWN if space is None else space.level,
+            space=self._level(row, space),
             space_policy=row.backend.space_policy,
             free_bytes=0 if space is None else space.free_bytes,
             location=found.location,
             job="" if job is None else job.info.job_id,
+            network=needs_network(self._records.volumes, row.volume_id),
             backend=row.backend,
         )
 
@@ -84,6 +88,13 @@ class Describer:
         except ChvError as error:
             location = row.backend.class_name.value
             return Inspection(location=location, state="broken", problem=error.message)
+
+    def _level(self, row: Volume, space: Space | None) -> SpaceLevel:
+        """Return the level as it was judged; as it is measured where nobody has judged yet."""
+        judged = self._levels.get(row.volume_id)
+        if judged is not SpaceLevel.UNKNOWN or space is None:
+            return judged
+        return space.level
 
     async def _space(self, row: Volume) -> Space | None:
         backend = self._disks.backend(row.backend)

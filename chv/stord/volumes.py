@@ -243,6 +243,7 @@ class Volumes:
         await failpoint("stord.delete.after_remove")
         await self._records.drop_volume(volume_id, self._graveyard.stone(volume_id, generation))
         await self._graveyard.tend()
+        self._parts.errors.forget(volume_id)
         log.info("volume_deleted", volume_id=volume_id)
 
     async def _delete_unrecorded(self, volume_id: str, generation: int) -> None:
@@ -313,6 +314,7 @@ class Volumes:
         """Keep the last error of a volume for its health."""
         row = self._records.volumes.get(volume_id)
         if row is not None:
+            self._parts.errors.seen(volume_id)
             now = timestamp(self._clock.now())
             await self._put(row, last_error=str(error), last_error_at=now)
 

@@ -25,7 +25,6 @@ from chv.common.files import ensure_dir
 from chv.common.ids import Ids, short_uid
 from chv.common.layout import Layout
 from chv.common.process import (
-    AdoptVerdict,
     Provider,
     SpawnSpec,
     WorkerRecord,
@@ -36,7 +35,8 @@ from chv.common.wire.stord import AccessMode
 from chv.stord import confinement, luks
 from chv.stord.disks import Disks
 from chv.stord.exports import RunDirectory
-from chv.stord.levels import Levels
+from chv.stord.levels import Errors, Levels
+from chv.stord.liveness import is_alive
 from chv.stord.plan import (
     AddExport,
     AddNodes,
@@ -45,17 +45,19 @@ from chv.stord.plan import (
     RemoveExport,
     RemoveNodes,
     StartBackend,
+    StartProxy,
     Step,
     StopBackend,
+    StopProxy,
     Unpublish,
 )
+from chv.stord.proxies import Proxies
 from chv.stord.qsd import block_jobs, graph, vhost_user
 from chv.stord.qsd.monitor import Monitor, open_monitor
 from chv.stord.records import Backend, Records
 from chv.stord.tools import Tools
 
 STOP_GRACE_S = 3.0
-EXIT_WAIT_S = 1.0
 WORKER_KIND = "qsd"
 LAST_WORDS_CHARACTERS_MAX = 200
 # Files that the storage daemon makes are its own; it makes none but sockets.
@@ -76,6 +78,7 @@ class Parts:
     boot_id: str
     storage: StorageConfig = field(default_factory=StorageConfig)
     levels: Levels = field(default_factory=Levels)
+    errors: Errors = field(default_factory=Errors)
 
 
 class Work:
@@ -88,6 +91,7 @@ class Work:
         self._stack = stack
         self._monitor: Monitor | None = None
         self.run = RunDirectory(parts.layout, vm_id)
+        self._proxies = Proxies(parts.records, parts.provider, parts.ids, self.run, parts.layout)
 
     @property
     def _backend(self) -> Backend:
@@ -95,6 +99,10 @@ class Work:
 
     async def _reached(self, place: str) -> None:
         await failpoint(f"stord.{self._verb}.{place}")
+
+    def become(self, verb: str) -> None:
+        """Go on under another name: what was found makes it another piece of work."""
+        self._verb = verb
 
     async def monitor(self) -> Monitor | None:
         """Return the monitor of the storage daemon that serves; None where none lives."""
@@ -106,44 +114,31 @@ class Work:
     async def observe(self) -> Observed:
         """Return what is there. A storage daemon that nobody wants any more is not asked."""
         rows = self._parts.records.of_vm(self._vm_id)
-        paths = self.run.published([row.volume_id for row in rows])
+        volume_ids = [row.volume_id for row in rows]
         alive = await self._find_worker() is not None
-        if not alive or not any(row.wanted for row in rows):
-            remains = self.run.remains() or bool(self._backend.worker_id)
-            return Observed(alive=alive, paths=paths, remains=remains)
-        monitor = await self._open_monitor()
-        return Observed(
-            alive=True,
-            nodes=await monitor.nodes(),
-            exports=await monitor.exports(),
-            paths=paths,
-            remains=True,
+        seen = Observed(
+            alive=alive,
+            paths=self.run.published(volume_ids),
+            proxies=await self._proxies.alive(),
+            proxy_remains=self._proxies.meant(),
+            primed=self.run.has_primed(volume_ids),
+            remains=self.run.remains() or bool(self._backend.worker_id),
         )
+        if not alive or not any(row.wanted for row in rows):
+            return seen
+        monitor = await self._open_monitor()
+        nodes, exports = await monitor.nodes(), await monitor.exports()
+        return msgspec.structs.replace(seen, nodes=nodes, exports=exports)
 
     async def _find_worker(self) -> WorkerRecord | None:
         """Return the live worker, by its record or by the id that we meant to start it with."""
         backend = self._backend
         if backend.worker is None:
             return await self._find_unrecorded(backend)
-        verdict = await self._judge(backend.worker)
-        if verdict is AdoptVerdict.ALIVE:
-            return backend.worker
-        if verdict is AdoptVerdict.UNKNOWN:
-            reason = self._parts.provider.adopt(backend.worker).reason
-            raise Unavailable(
-                f"cannot tell whether the storage daemon still runs: {reason}",
-                resource=self._vm_id,
-            )
-        return None
-
-    async def _judge(self, worker: WorkerRecord) -> AdoptVerdict:
-        """Judge the record; a process in the middle of its exit gets a moment to finish it."""
-        verdict = self._parts.provider.adopt(worker).verdict
-        if verdict is AdoptVerdict.UNKNOWN:
-            with anyio.move_on_after(EXIT_WAIT_S):
-                await wait_gone(worker)
-            verdict = self._parts.provider.adopt(worker).verdict
-        return verdict
+        alive = await is_alive(
+            self._parts.provider, backend.worker, self._vm_id, "the storage daemon"
+        )
+        return backend.worker if alive else None
 
     async def _find_unrecorded(self, backend: Backend) -> WorkerRecord | None:
         if not backend.worker_id:
@@ -216,8 +211,12 @@ class Work:
                 await self._add_nodes(volume_id, read_only)
             case AddExport(volume_id, read_only):
                 await self._add_export(volume_id, read_only)
-            case Publish(volume_id):
-                await self._publish(volume_id)
+            case Publish(volume_id, proxied):
+                await self._publish(volume_id, proxied=proxied)
+            case StopProxy(volume_id):
+                await self._proxies.stop(volume_id, self._reached)
+            case StartProxy(volume_id):
+                await self._proxies.start(volume_id, self._reached)
             case _:
                 assert_never(step)
 
@@ -337,11 +336,14 @@ class Work:
         await monitor.add_export(graph.export(volume_id, path, not read_only))
         await self._reached("after_export")
 
-    async def _publish(self, volume_id: str) -> None:
+    async def _publish(self, volume_id: str, *, proxied: bool) -> None:
         backend = self._backend
         await vhost_user.prime(self.run.unprimed(volume_id), backend.storage_uid)
         await self._reached("after_prime")
-        self.run.publish(volume_id, backend.storage_uid, backend.vm_gid)
+        if proxied:
+            self.run.hand_over(volume_id)
+        else:
+            self.run.publish(volume_id, backend.storage_uid, backend.vm_gid)
         await self._reached("after_rename")
 
 

@@ -15,6 +15,7 @@ from chv.common.config import StorageConfig
 from chv.common.errors import ResourceExhausted
 from chv.common.ids import Ids
 from chv.common.layout import Layout
+from chv.common.process import Provider
 from chv.common.store import Store
 from chv.common.wire import stord as wire
 from chv.common.wire.stord import SpaceLevel
@@ -23,6 +24,8 @@ from chv.stord.disks import Disks
 from chv.stord.events import Events
 from chv.stord.records import Attachment, Backend, Records, Volume, VolumeState
 from chv.stord.space import SpaceMonitor
+from chv.stord.tools import Tools
+from chv.stord.work import Parts
 from tests.disks import small_tmpfs
 from tests.integration.stord_helpers import needs_qsd
 
@@ -46,7 +49,19 @@ class Site:
         self.records = Records(cast(Store, None))
         self.events = Events()
         disks = Disks(self.records, Backends(self.layout, self.storage), "threads")
-        self.monitor = SpaceMonitor(self.records, disks, self.storage, self.events, SystemClock())
+        self.parts = Parts(
+            layout=self.layout,
+            records=self.records,
+            provider=cast(Provider, None),
+            disks=disks,
+            tools=cast(Tools, None),
+            clock=SystemClock(),
+            ids=Ids(),
+            boot_id="b",
+            storage=self.storage,
+        )
+        self.levels = self.parts.levels
+        self.monitor = SpaceMonitor(self.parts, self.events)
 
     def add(self, pool: str, size_bytes: int = 64 * MIB) -> str:
         volume_id = Ids().uid()
@@ -72,7 +87,7 @@ class Site:
     async def after(self, mib: int, volume_id: str) -> SpaceLevel:
         self.use(mib)
         await self.monitor.look()
-        return self.monitor.levels.get(volume_id)
+        return self.levels.get(volume_id)
 
 
 def spec(pool: str, size_bytes: int) -> wire.VolumeBackend:
@@ -101,7 +116,7 @@ async def test_a_level_is_reached_at_once_and_left_only_with_room_to_spare(site:
     (site.small / "ballast").unlink()
     site.use(15)  # 75 %, clearly below 80
     await site.monitor.look()
-    assert site.monitor.levels.get(volume) is WARN
+    assert site.levels.get(volume) is WARN
 
 
 async def test_at_the_threshold_it_does_not_flap(site: Site) -> None:
@@ -111,11 +126,11 @@ async def test_at_the_threshold_it_does_not_flap(site: Site) -> None:
     with ballast.open("r+b") as file:
         file.truncate(16 * MIB - (200 << 10))  # 79 %: not critical, and not clearly so
     await site.monitor.look()
-    assert site.monitor.levels.get(volume) is CRITICAL
+    assert site.levels.get(volume) is CRITICAL
     with ballast.open("r+b") as file:
         file.truncate(15 * MIB)
     await site.monitor.look()
-    assert site.monitor.levels.get(volume) is WARN
+    assert site.levels.get(volume) is WARN
 
 
 async def test_each_change_is_told_once_with_the_vm_that_writes(site: Site) -> None:
@@ -131,7 +146,7 @@ async def test_each_change_is_told_once_with_the_vm_that_writes(site: Site) -> N
         ("space", volume, vm, CRITICAL),
         ("space", volume, vm, OK),
     ]
-    assert site.monitor.levels.get(other) is OK
+    assert site.levels.get(other) is OK
 
 
 async def test_volumes_of_one_file_system_are_one_place_with_all_they_promise(site: Site) -> None:
@@ -173,4 +188,4 @@ async def test_a_place_that_is_gone_keeps_its_volumes_level_and_harms_no_other(s
 
     site.monitor._statvfs = lambda directory: gone()  # type: ignore[assignment, return-value]
     await site.monitor.look()
-    assert site.monitor.levels.get(volume) is CRITICAL
+    assert site.levels.get(volume) is CRITICAL

@@ -199,6 +199,8 @@ class Applier:
             storage_uid=layout.storage_uid(slot),
             vm_gid=layout.vmm_uid(slot),
             read_only=step.read_only,
+            # The storage daemon starts with the first disk and must suit all of them.
+            network=any(each.network for each in self._sight.volumes.values()),
         )
         info = await self._context.stord.call(stord.ATTACH_VOLUME, request)
         self._served[step.volume_uid] = info

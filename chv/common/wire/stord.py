@@ -141,6 +141,7 @@ class VolumeInfo(Reply, frozen=True, kw_only=True):
     free_bytes: SizeBytes = 0  # where the volume's bytes go
     location: str = ""  # path, device or URI in words
     job: str = ""  # job_id of the job that is under way
+    network: bool = False  # serving it takes the node's network
     # What it is now as far as its place goes (class, place, pool, format, source), from the record.
     backend: VolumeBackend | None = None
 
@@ -165,6 +166,9 @@ class AttachVolumeToVm(Message, frozen=True, kw_only=True):
     storage_uid: HostUid
     vm_gid: HostUid
     read_only: bool = False
+    # Another volume of this VM, attached later, needs the node's network (`VolumeInfo.network`):
+    # the storage daemon gets one at its start or never.
+    network: bool = False
 
 
 class AttachmentInfo(Reply, frozen=True, kw_only=True):
