@@ -131,7 +131,8 @@ class SimStord:
         if self._job_of(uid) and generation > volume.generation:
             raise Conflict("a job is under way")
         if not _same_place(volume.backend, backend):
-            self.violate(f"volume {uid} opened at another place than it is: MoveVolume")
+            if not any(job.info.kind is JobKind.MOVE for job in self._jobs_of(uid)):
+                self.violate(f"volume {uid} opened at another place than it is: MoveVolume")
             raise InvalidArgument("it does not move by OpenVolume")
         if _source(backend) != _source(volume.backend):
             self.violate(f"volume {uid} opened with another source")
@@ -238,6 +239,8 @@ class SimStord:
         session = self.sessions.get(params.vm_id)
         if session is None:
             raise NotFound("no attachments")
+        if self._is_restarting(session):
+            self.violate(f"backend of {params.vm_id} recovered that comes back by itself")
         if not session.serving:
             if self.vcpus_run(params.vm_id):
                 self.violate(f"backend of {params.vm_id} came back while its vCPUs ran")
@@ -416,10 +419,11 @@ class SimStord:
                 del self.volumes[job.info.volume_id]
 
     def _job_of(self, volume_id: str) -> SimJob | None:
-        for job in self.jobs.values():
-            if job.info.volume_id == volume_id and job.info.state is JobState.RUNNING:
-                return job
-        return None
+        running = [job for job in self._jobs_of(volume_id) if job.info.state is JobState.RUNNING]
+        return running[0] if running else None
+
+    def _jobs_of(self, volume_id: str) -> list[SimJob]:
+        return [job for job in self.jobs.values() if job.info.volume_id == volume_id]
 
     # --- answers
 

@@ -265,6 +265,9 @@ def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -
     steps: list[Step] = [PauseStep()]
     if not worker.recovering:
         steps.append(MarkRecoveringStep())
+    if observed.backend is Backend.RESTARTING:
+        message = "the storage daemon is coming back by itself"
+        return [*steps, WaitStep("StorageLost", "BackendRestarting", message, retry_s=1.0)]
     if observed.attached and observed.backend is not Backend.SERVING:
         steps.append(RecoverBackendStep())
     had = set(worker.disks.values())
