@@ -143,14 +143,16 @@ async def _run(place: RbdPlace, argv: list[str], timeout_s: float) -> bytes:
             f"{argv[0]} is missing", field="backend.class_name", hint=f"apt-get install {PACKAGE}"
         )
     name = f"rbd cluster of {place.conf}"
+    failed: CommandFailed
     try:
         return (await run(argv, timeout_s=timeout_s)).stdout
     except DeadlineExceeded as error:
         raise Unavailable(f"{name} did not answer within {timeout_s:g} s") from error
     except CommandFailed as error:
-        if b"couldn't connect" in error.stderr:
-            await _key(place)  # rbd does not say that it has no key
-        raise _translated(name, error) from error
+        failed = error
+    if b"couldn't connect" in failed.stderr:
+        await _key(place)  # rbd does not say that it has no key
+    raise _translated(name, failed) from failed
 
 
 def _translated(name: str, failed: CommandFailed) -> ChvError:
