@@ -6,9 +6,10 @@ checked by the fakes themselves at each effect.
 
 from __future__ import annotations
 
-from chv.agent.records import FINAL_STATES
+from chv.agent.records import FINAL_STATES, StoredObject
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import desired_vm, facts_of, vm_of, wants_to_run
+from chv.agent.volume.source import has_failed
 from chv.agent.volume.wish import backend_of, same_place
 from chv.common.wire.agent import OperationState
 from chv.common.wire.resources import Volume
@@ -103,6 +104,8 @@ def _volumes(machine: Machine, tables: Tables) -> list[str]:
     stord = machine.host.stord
     for stored in tables.of_kind("Volume"):
         volume = stord.volumes.get(stored.uid)
+        if volume is None and _is_hopeless(stored, tables):
+            continue
         if volume is None or volume.generation != stored.resource.metadata.generation:
             found.append(f"I3: {stored.title} is not as wanted: {volume}")
     for uid in stord.volumes.keys() - {stored.uid for stored in tables.of_kind("Volume")}:
@@ -121,6 +124,17 @@ def _volumes(machine: Machine, tables: Tables) -> list[str]:
     return found
 
 
+def _is_hopeless(stored: StoredObject, tables: Tables) -> bool:
+    """A clone of a snapshot that was never taken is shown as failed."""
+    volume = stored.resource
+    assert isinstance(volume, Volume)
+    source = volume.spec.source
+    if source is None or volume.status is None or volume.status.phase != "Failed":
+        return False
+    snapshot = tables.find("VolumeSnapshot", volume.metadata.namespace, source.snapshot)
+    return snapshot is not None and has_failed(snapshot)
+
+
 def _storage(machine: Machine, tables: Tables) -> list[str]:
     """Each volume is where and as large as wanted, each snapshot is there; nothing goes on."""
     found, sim = [], machine.host.stord
@@ -133,7 +147,8 @@ def _storage(machine: Machine, tables: Tables) -> list[str]:
         if volume is None:
             continue
         move = facts.move if facts is not None else None
-        if not same_place(volume.backend, wanted) and not (move is not None and move.failed):
+        stays = volume.snapshots or (move is not None and move.failed)
+        if not same_place(volume.backend, wanted) and not stays:
             found.append(f"I3: {stored.title} is not where it is wanted")
         if volume.backend.size_bytes != wanted.size_bytes:
             found.append(f"I3: {stored.title} has not the size that is wanted")

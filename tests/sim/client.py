@@ -40,6 +40,8 @@ class Client:
     def __init__(self, generator: random.Random, count: int) -> None:
         self._random = generator
         self._specs: dict[int, dict[str, Any]] = {}  # of the VMs, as applied last
+        self._sizes: dict[int, int] = {}  # of the volumes in MiB, as applied last
+        self._snapshots: dict[int, dict[str, Any]] = {}  # what is fixed at creation
         self.requests: list[dict[str, Any]] = [self._base()]
         self.requests += [self._request() for _ in range(count)]
         self.position = 0
@@ -149,7 +151,7 @@ class Client:
 
     def _volume(self, number: int) -> dict[str, Any]:
         spec: dict[str, Any] = {
-            "size": self._random.choice(["64Mi", "64Mi", "128Mi", "128Mi", "256Mi"]),
+            "size": f"{self._size(number)}Mi",
             "format": "raw",
             "pool": self._random.choice(["", "", "", "", "fast"]),
         }
@@ -157,17 +159,20 @@ class Client:
             spec["limits"] = {"iopsTotal": {"limit": self._random.choice([100, 200])}}
         return _object("Volume", f"vol{number}", spec)
 
+    def _size(self, number: int) -> int:
+        """Mostly as before or larger; now and then smaller, which is refused."""
+        last = self._sizes.get(number, 64)
+        size = last if self._random.random() < 0.6 else last + 64
+        self._sizes[number] = size
+        return 64 if self._random.random() < 0.04 else size
+
     # --- snapshots, clones, verbs on volumes
 
     def _storage(self) -> dict[str, Any]:
         number = self._random.randrange(VMS)
         match self._random.choice(["snapshot"] * 3 + ["clone"] * 2 + ["verb"] * 4 + ["cancel"] * 2):
             case "snapshot":
-                of = self._random.choice(
-                    [{"volume": f"vol{number}"}, {"virtualMachine": f"vm{number}"}]
-                )
-                if self._random.random() < 0.4:
-                    of["freeze"] = "5s"
+                of = self._snapshots.setdefault(number, self._snapshot(number))
                 return {"apply": [_object("VolumeSnapshot", f"snap{number}", of)]}
             case "clone":
                 return {"apply": [self._clone(number)]}
@@ -183,10 +188,15 @@ class Client:
             request["snapshot"] = f"snap{number}"
         return request
 
+    def _snapshot(self, number: int) -> dict[str, Any]:
+        of = [{"volume": f"vol{number}"}] * 2 + [{"virtualMachine": f"vm{number}"}]
+        spec = self._random.choice(of)
+        return {**spec, "freeze": "5s"} if self._random.random() < 0.3 else spec
+
     def _clone(self, number: int) -> dict[str, Any]:
         mode = self._random.choice(["Linked", "Full"])
         source = {"snapshot": f"snap{number}", "mode": mode}
-        spec = {"size": "256Mi", "format": "qcow2", "source": source}
+        spec = {"size": "1Gi", "format": "qcow2", "source": source}
         return _object("Volume", f"clone{number}", spec)
 
     def _vm(self, number: int) -> dict[str, Any]:

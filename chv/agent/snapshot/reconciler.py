@@ -62,6 +62,8 @@ _replace = msgspec.structs.replace
 class SnapshotReconciler(SimpleReconciler):
     """The reconciler of one snapshot."""
 
+    _sent = False  # stord was asked to take it in this pass
+
     async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
         volumes = (await self._context.volumes.fresh()).volumes
@@ -112,14 +114,14 @@ class SnapshotReconciler(SimpleReconciler):
         return Again()
 
     async def _take(self, stored: StoredObject, volumes: dict[str, stord.VolumeInfo]) -> Outcome:
-        parts = _facts(stored).parts
+        parts, self._sent = _facts(stored).parts, False
         try:
             if not parts:
                 await self._record(parts=self._choose(stored))
                 return Again()
             await self._create(stored, parts, volumes)
         except MAY_PASS as error:
-            if _snapshot(stored).spec.freeze and isinstance(error, UNSURE):
+            if self._sent and _snapshot(stored).spec.freeze and isinstance(error, UNSURE):
                 await self._fail(error)  # a later try could find what was taken unfrozen
                 return Again()
             await self.wait(f"tries again: {error.message}")
@@ -184,6 +186,7 @@ class SnapshotReconciler(SimpleReconciler):
             if freeze:
                 freeze_s = parse_duration_s(freeze, field="spec.freeze")
                 async with quiet(self._context, vm_uid, freeze_s):
+                    self._sent = True
                     await self._context.stord.call(stord.CREATE_SNAPSHOT, request)
             else:
                 await self._context.stord.call(stord.CREATE_SNAPSHOT, request)

@@ -47,11 +47,13 @@ class Mover:
         self._context = context
         self._uid = uid
         self._step = step
+        self._blocked = ""  # by what somebody has to take away first
 
     def problem(self, stored: StoredObject) -> str:
-        """Return why the volume is not where it is wanted, and will not be."""
+        """Return why the volume is not where it is wanted."""
         move = _move(stored)
-        return f"not moved: {move.failed}" if move is not None and move.failed else ""
+        why = self._blocked or (move.failed if move is not None else "")
+        return f"not moved: {why}" if why else ""
 
     async def tend(
         self, stored: StoredObject, seen: stord.VolumeInfo, wanted: stord.VolumeBackend
@@ -59,6 +61,7 @@ class Mover:
         """Make one pass; None: it is where it is wanted, or has failed to get there."""
         if seen.backend is None:  # a stord that does not say where it is cannot be asked to move it
             return None
+        self._blocked = ""
         job = await find_job(self._context, seen.job) if seen.job else None
         moving = job is not None and job.kind is JobKind.MOVE
         move = _move(stored)
@@ -70,6 +73,9 @@ class Mover:
             return await self._go_on(move, job, wanted)
         if job is not None:
             return Waiting(POLL_S)  # something else is under way
+        if seen.snapshots:
+            self._blocked = f"it has {len(seen.snapshots)} snapshots"
+            return None
         return await self._begin_or_give_up(stored, seen, wanted)
 
     async def _stay(self, move: VolumeMove | None, job: JobInfo | None) -> Outcome | None:

@@ -29,7 +29,15 @@ from chv.agent.volume.wish import (
     same_place,
     with_the_source_of,
 )
-from chv.common.errors import Conflict, DataLoss, NotFound, OutcomeUnknown, from_data
+from chv.common.errors import (
+    Conflict,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OutcomeUnknown,
+    from_data,
+)
 from chv.common.failpoint import failpoint
 from chv.common.wire import stord
 from chv.common.wire.agent import OperationState
@@ -84,7 +92,13 @@ class VolumeReconciler(SimpleReconciler):
         if moved is not None:
             await self.progress(progress or "waits for the move")
             return moved
-        await self.settle(self._mover.problem(stored) or "open")
+        problem = self._mover.problem(stored)
+        if problem:
+            error = FailedPrecondition(problem, resource=stored.title)
+            await self._context.operations.end(
+                self._serving, OperationState.FAILED, problem, error.data()
+            )
+        await self.settle("open")
         return Waiting(POLL_S) if seen.job else Done()
 
     async def _progress(self, seen: stord.VolumeInfo) -> str:
@@ -129,11 +143,23 @@ class VolumeReconciler(SimpleReconciler):
 
         try:
             await self.effect(stored, "open", act)
+        except InvalidArgument:
+            if seen is None or not await self._has_arrived(seen):
+                raise
+            return Again()  # a move has ended since it was looked at
         except Conflict:
             if seen is None or not seen.job:
                 raise
             return await self._busy(stored, seen)
         return BUSY if asked and seen is not None and seen.state == "open" else Again()
+
+    async def _has_arrived(self, before: stord.VolumeInfo) -> bool:
+        """Tell whether the volume is at another place than it was seen at."""
+        listed = (await self._context.volumes.fresh()).volumes
+        now = next((each for each in listed if each.volume_id == self._uid), before)
+        if now.backend is None or before.backend is None:
+            return False
+        return not same_place(now.backend, before.backend)
 
     async def _busy(self, stored: StoredObject, seen: stord.VolumeInfo) -> Outcome:
         progress = await self._progress(seen)

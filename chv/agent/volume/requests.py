@@ -11,6 +11,7 @@ import msgspec
 
 from chv.agent.context import Context
 from chv.agent.records import Change, PutFacts, StoredObject, VolumeFacts, VolumeRequest
+from chv.agent.references import referrers
 from chv.agent.volume.jobs import cancel_job, find_job, progress_of, result_of
 from chv.common.errors import (
     Cancelled,
@@ -30,6 +31,7 @@ from chv.common.wire.stord import JobInfo, JobState
 
 AGAIN = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict)
 WAIT_S_MAX = 900.0  # for whatever is in the way of its beginning
+GROW_S_MAX = 120.0  # for a guest to let go of its disk and have it again
 
 _replace = msgspec.structs.replace
 
@@ -142,9 +144,15 @@ class Requests:
                 request, OperationState.SUCCEEDED, f"the guest sees {seen.size_bytes} bytes"
             )
             return False
+        tables = self._context.ledger.tables
+        if not any(vm.uid in tables.workers for vm in referrers(tables, stored.key)):
+            message = "no VM runs on it: the next one sees the new size"
+            await self._end(request, OperationState.SUCCEEDED, message)
+            return False
         self._context.wake_referrers(stored)
         await self._note(request, "waits for the guest to let go of the disk")
-        return not await self._expired(request, DeadlineExceeded("the guest kept the disk"))
+        kept = DeadlineExceeded("the guest has kept the disk")
+        return not await self._expired(request, kept, GROW_S_MAX)
 
     # --- journal
 
@@ -169,14 +177,16 @@ class Requests:
     async def _note(self, request: VolumeRequest, message: str) -> None:
         await self._context.operations.note_of(request.operation_id, message)
 
-    async def _expired(self, request: VolumeRequest, error: ChvError) -> bool:
+    async def _expired(
+        self, request: VolumeRequest, error: ChvError, limit_s: float = WAIT_S_MAX
+    ) -> bool:
         """End a verb that does not come to anything; True: it has ended."""
         now = self._context.world.clock.monotonic()
         if self._since[0] != request.operation_id:
             self._since = (request.operation_id, now)
-        if now - self._since[1] < WAIT_S_MAX:
+        if now - self._since[1] < limit_s:
             return False
-        message = f"no success within {WAIT_S_MAX:.0f} s: {error.message}"
+        message = f"no success within {limit_s:.0f} s: {error.message}"
         await self._end(request, OperationState.FAILED, message, error.data())
         return True
 

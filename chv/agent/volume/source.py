@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
 from chv.agent.volume.wish import Source
+from chv.common.errors import InvalidArgument
 from chv.common.wire import stord
 from chv.common.wire.resources import (
     CloneModeName,
@@ -51,6 +52,12 @@ def _image(tables: Tables, namespace: str, name: str) -> Source | Unready:
 
 def _snapshot(tables: Tables, namespace: str, source: VolumeSourceSpec) -> Source | Unready:
     stored = tables.find("VolumeSnapshot", namespace, source.snapshot)
+    if stored is not None and has_failed(stored):
+        raise InvalidArgument(
+            f"snapshot {source.snapshot} has failed and never will be there",
+            field="spec.source.snapshot",
+            hint="delete both, take another snapshot, and make the volume from that",
+        )
     if stored is None or not is_ready(stored):
         return Unready("SnapshotNotReady", f"waits for snapshot {source.snapshot}")
     volume_uid = volume_of(stored, source.snapshot_volume)
@@ -71,6 +78,13 @@ def is_ready(stored: StoredObject) -> bool:
     assert isinstance(snapshot, VolumeSnapshot)
     ready = snapshot.status is not None and snapshot.status.phase == "Ready"
     return ready and not stored.deleting
+
+
+def has_failed(stored: StoredObject) -> bool:
+    """Tell whether a snapshot was not taken, or is lost."""
+    snapshot = stored.resource
+    assert isinstance(snapshot, VolumeSnapshot)
+    return snapshot.status is not None and snapshot.status.phase == "Failed"
 
 
 def volume_of(stored: StoredObject, name: str) -> str:
