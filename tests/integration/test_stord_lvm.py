@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import stat
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from chv.stord.backends import lvm_tools
 from chv.stord.backends.block import BlockBackend
 from chv.stord.backends.lvm import LvmBackend
 from tests.integration.host_guest import run_in_guest, virtiofsd
-from tests.integration.stord_classes_helpers import block, spec
+from tests.integration.stord_classes_helpers import block, has, spec
 from tests.integration.stord_helpers import IDS, MIB
 
 DISK = os.environ.get("CHV_TEST_LVM_DISK", "")
@@ -53,8 +52,8 @@ TESTS = 11
 
 
 @pytest.mark.skipif(
-    bool(DISK) or not virtiofsd() or shutil.which("lvcreate") is None,
-    reason="needs virtiofsd (qemu-system-common or virtiofsd) and lvm2, and runs once",
+    bool(DISK) or not os.environ.get("CHV_LONG") or not virtiofsd() or not has("lvcreate"),
+    reason="takes minutes (CHV_LONG=1); needs virtiofsd and lvm2",
 )
 async def test_logical_volumes_work_in_a_guest_whose_kernel_has_the_device_mapper() -> None:
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", __file__]

@@ -1,0 +1,158 @@
+"""Volumes of every class served to a VM's side by stord and a real storage daemon."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from chv.common.errors import ChvError, Unavailable
+from chv.common.wire import stord as wire
+from chv.stord.backends.nbd import RECONNECT_S
+from tests.helpers import wait_until
+from tests.integration.stord_classes_helpers import (
+    CEPH_POOL,
+    SIZE_BYTES,
+    block,
+    ceph_cluster,
+    has,
+    iscsi_target,
+    loop_device,
+    nbd_server,
+    open_class,
+    spec,
+)
+from tests.integration.stord_helpers import IDS, Node, needs_qsd, open_node
+from tests.integration.tiny_vm import free_port
+from tests.integration.vhost_client import VhostDisk
+
+pytestmark = [pytest.mark.root, needs_qsd]
+TARGET = "iqn.2026-01.chv.test:served"
+NBD_PORT, OTHER_NBD_PORT = free_port(), free_port()
+REMOTES = [f"nbd://127.0.0.1:{port}" for port in (NBD_PORT, OTHER_NBD_PORT)]
+DATA = b"through it all!!" * 256
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="chv-served-") as name:
+        Path(name).chmod(0o711)
+        yield Path(name)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    allowed = f'allowed_devices = ["/dev/loop*"]\nremotes = {REMOTES}'.replace("'", '"')
+    async with open_node(storage=allowed) as node:
+        yield node
+
+
+async def write_and_read(node: Node, backend: wire.VolumeBackend) -> None:
+    """Serve a volume, write to it, and find the data again in the next storage daemon."""
+    volume = IDS.uid()
+    opened = await open_class(node, volume, backend)
+    assert opened.size_bytes >= backend.size_bytes
+    for step in range(2):
+        vm = IDS.uid()
+        info = await node.attach(volume, vm)
+        await anyio.to_thread.run_sync(_use, Path(info.export_path), step)
+        await node.detach(volume, vm)
+    await node.delete(volume)
+    assert not node.workers()
+    assert not node.layout.device(volume).parent.exists()
+
+
+def _use(export: Path, step: int) -> None:
+    with VhostDisk(export) as disk:
+        assert disk.size_bytes == SIZE_BYTES
+        assert disk.write_back
+        if step == 0:
+            assert disk.write(8, DATA) == 0
+            disk.flush()
+        assert disk.read(8, len(DATA)) == DATA
+
+
+async def test_a_device_is_served(node: Node, scratch: Path) -> None:
+    with loop_device(scratch / "disk") as device:
+        await write_and_read(node, block(device))
+        assert device.read_bytes()[8 * 512 :][: len(DATA)] == DATA
+
+
+async def test_an_nbd_export_is_served(node: Node, scratch: Path) -> None:
+    async with nbd_server(scratch / "disk", NBD_PORT):
+        await write_and_read(node, nbd(NBD_PORT))
+
+
+@pytest.mark.skipif(not has("tgtd", "tgtadm"), reason="needs tgt")
+async def test_a_lun_is_served(scratch: Path) -> None:
+    async with iscsi_target(scratch, TARGET) as port:
+        remote = f'remotes = ["iscsi://127.0.0.1:{port}/{TARGET}"]'
+        place = wire.IscsiPlace(host="127.0.0.1", port=port, target=TARGET, lun=1)
+        async with open_node(storage=remote) as node:
+            await write_and_read(node, spec("iscsi", iscsi=place))
+
+
+@pytest.mark.skipif(
+    not has("ceph-mon", "ceph-osd", "ceph", "rbd"), reason="needs ceph-mon, ceph-osd, ceph-common"
+)
+async def test_an_rbd_image_is_served() -> None:
+    with tempfile.TemporaryDirectory(prefix="chv-ceph-") as name, ceph_cluster(Path(name)) as conf:
+        place = wire.RbdPlace(pool=CEPH_POOL, user="chv", conf=str(conf))
+        async with open_node(storage=f'remotes = ["rbd://{CEPH_POOL}"]') as node:
+            await write_and_read(node, spec("rbd", rbd=place))
+
+
+def nbd(port: int) -> wire.VolumeBackend:
+    return spec("nbd", nbd=wire.NbdPlace(host="127.0.0.1", port=port, export="vol"))
+
+
+async def test_a_dead_server_refuses_an_attach_and_the_vms_other_disk_goes_on(
+    node: Node, scratch: Path
+) -> None:
+    alive, dead, vm = IDS.uid(), IDS.uid(), IDS.uid()
+    async with nbd_server(scratch / "alive", NBD_PORT):
+        await open_class(node, alive, nbd(NBD_PORT))
+        async with nbd_server(scratch / "dead", OTHER_NBD_PORT):
+            await open_class(node, dead, nbd(OTHER_NBD_PORT))
+        info = await node.attach(alive, vm)
+
+        with pytest.raises(Unavailable, match=f"nbd server {REMOTES[1]}"):
+            await node.attach(dead, vm)
+
+        await anyio.to_thread.run_sync(_use, Path(info.export_path), 0)
+        assert [session.attachments[0].volume_id for session in await node.sessions()] == [alive]
+        await node.detach(alive, vm)
+        await node.delete(dead)
+        await node.delete(alive)
+
+
+async def test_a_server_that_dies_is_an_error_for_the_guest_and_shown_and_one_that_comes_back_not(
+    node: Node, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.integration.vhost_client.TIMEOUT_S", 2 * RECONNECT_S)
+    volume, vm = IDS.uid(), IDS.uid()
+    async with nbd_server(scratch / "disk", NBD_PORT):
+        await open_class(node, volume, nbd(NBD_PORT))
+        info = await node.attach(volume, vm)
+    with VhostDisk(Path(info.export_path)) as disk:
+        async with nbd_server(scratch / "disk", NBD_PORT):
+            assert await anyio.to_thread.run_sync(disk.write, 8, DATA) == 0
+
+        status = await anyio.to_thread.run_sync(disk.write, 8, DATA)
+
+        assert status != 0
+
+        async def problem() -> str:
+            info = await node.get(volume)
+            return info.last_error or (info.state if info.state != "open" else "")
+
+        assert await wait_until(problem, timeout_s=10.0)
+    await node.detach(volume, vm)
+    with pytest.raises(ChvError) as refused:
+        await node.attach(volume, vm)
+    assert refused.value.code == Unavailable.code
+    await node.delete(volume)
