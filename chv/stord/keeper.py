@@ -1,8 +1,9 @@
 """Keeps the storage daemon of each VM where the records want it, and notices what happens to it.
 
 One lock per VM; under it: observe, plan, apply, record the outcome. A death is noticed by the
-pidfd; a hung storage daemon misses its deadline three times and is killed. No new incarnation
-ever starts unasked. One VM's failure is logged here and tried again; it harms no other VM.
+pidfd; a hung storage daemon misses its deadline three times and is killed. A new incarnation
+starts unasked only under a keep_vm VM, whose proxies hold its guest meanwhile, and not too often.
+One VM's failure is logged here and tried again; it harms no other VM.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from chv.common.errors import ChvError, DeadlineExceeded
 from chv.common.failpoint import failpoint
 from chv.common.process import WorkerRecord, wait_gone
 from chv.common.wire.stord import CrashClass, StorageEvent
-from chv.stord import crash_class
+from chv.stord import crash_class, restarts
 from chv.stord.events import Events
 from chv.stord.exports import RunDirectory
 from chv.stord.locks import KeyedLocks
-from chv.stord.plan import Desired, StopBackend, Wanted, plan
+from chv.stord.plan import Desired, Observed, StopBackend, StopProxy, Wanted, plan
 from chv.stord.records import Attachment, Backend, BackendPhase
-from chv.stord.work import Parts, work_on
+from chv.stord.work import Parts, Work, work_on
 
 log = logs.get(__name__)
 PULSE_S = 10.0
 PULSES_PARALLEL = 8
 MISSES_MAX = 3
 REASON_CHARACTERS_MAX = 256
-MAY_START = (BackendPhase.STARTING, BackendPhase.RECOVERING)
+MAY_START = (BackendPhase.STARTING, BackendPhase.RECOVERING, BackendPhase.RESTARTING)
 
 
 class Keeper:
@@ -49,31 +50,81 @@ class Keeper:
         self._events = events
         self.tasks = tasks
         self._watched: set[str] = set()
+        self._deaths = restarts.Deaths()
+        # VMs whose proxies do not stay alive: served without one from their next start on.
+        self._unproxied: set[str] = set()
         # Finishes or takes back what a kill left half done of a VM's layers.
         self.settle: Callable[[str], Awaitable[None]] = _nothing
 
     # --- one VM; the caller holds its lock
     async def converge(self, vm_id: str, verb: str) -> None:
         """Bring one VM to where its records want it; `verb` names the failpoints."""
+        # As it was when the storage daemon died, if it did: before anything is settled.
+        keep = self.crash_class(vm_id) is CrashClass.KEEP_VM
         await self.settle(vm_id)
-        rows = self._records.of_vm(vm_id)
-        may_start = self._records.backends[vm_id].phase in MAY_START
-        desired = Desired(
-            attachments=tuple(
-                Wanted(volume_id=row.volume_id, read_only=row.read_only, published=row.published)
-                for row in rows
-                if row.wanted
-            ),
-            may_start=may_start,
-        )
         async with work_on(self.parts, vm_id, verb) as work:
             observed = await work.observe()
             if observed.alive:
                 self._watch(vm_id)
-            for step in plan(desired, observed, tuple(row.volume_id for row in rows)):
-                await work.apply(step)
-        await self._settle(vm_id, serving=observed.alive or may_start)
+            problem = await self._note_deaths(work, observed, keep=keep)
+            desired = self._desired(vm_id)
+            if not problem:
+                known = tuple(row.volume_id for row in self._records.of_vm(vm_id))
+                for step in plan(desired, observed, known):
+                    await work.apply(step)
+        if problem:
+            await self.give_up_recovery(vm_id, problem)
+            return
+        await self._settle(vm_id, serving=observed.alive or desired.may_start)
         await failpoint(f"stord.{verb}.after_record")
+
+    def _desired(self, vm_id: str) -> Desired:
+        phase = self._records.backends[vm_id].phase
+        return Desired(
+            attachments=tuple(
+                Wanted(
+                    volume_id=row.volume_id,
+                    read_only=row.read_only,
+                    published=row.published,
+                    proxied=row.proxied,
+                )
+                for row in self._records.of_vm(vm_id)
+                if row.wanted
+            ),
+            may_start=phase in MAY_START,
+            restarting=phase is BackendPhase.RESTARTING,
+        )
+
+    async def _note_deaths(self, work: Work, observed: Observed, *, keep: bool) -> str:
+        """Count the dead, begin a restart where there may be one; return why there is none."""
+        vm_id, now_s = work.run.vm_id, self.parts.clock.monotonic()
+        backend = self._records.backends[vm_id]
+        rows = [row for row in self._records.of_vm(vm_id) if row.wanted]
+        dead = [row for row in rows if row.proxy and row.volume_id not in observed.proxies]
+        if dead and not self._deaths.note(vm_id, "proxy", now_s):
+            self._unproxied.add(vm_id)
+            return "its in-flight proxy died too often"
+        serving = backend.phase is BackendPhase.SERVING and keep
+        again = backend.phase is BackendPhase.RESTARTING and backend.worker is not None
+        if not observed.alive and rows and (serving or again):
+            if not self._deaths.note(vm_id, "storage daemon", now_s):
+                return "the storage daemon died too often"
+            log.warning("backend_died", vm_id=vm_id, next="restarted under the VM")
+        if not observed.alive and rows and serving:
+            now = timestamp(self.parts.clock.now())
+            await self._records.put_backend(restarts.begun(backend, now))
+            await failpoint("stord.restart.after_intent")
+        if self._records.backends[vm_id].phase is BackendPhase.RESTARTING:
+            work.become("restart")
+        return ""
+
+    def takes_proxy(self, vm_id: str, rows: list[Attachment]) -> bool:
+        """Tell whether a VM with these attachments gets in-flight proxies."""
+        return (
+            self.parts.storage.proxy == "auto"
+            and vm_id not in self._unproxied
+            and all(row.read_only or not self._has_metadata(row.volume_id) for row in rows)
+        )
 
     async def _settle(self, vm_id: str, *, serving: bool) -> None:
         """Record what the steps have led to."""
@@ -110,17 +161,20 @@ class Keeper:
             for row in self._records.of_vm(backend.vm_id)
             if not row.published
         ]
-        served = msgspec.structs.replace(
-            backend, phase=BackendPhase.SERVING, message="", lost_at=""
-        )
+        served = restarts.finished(backend, timestamp(self.parts.clock.now()))
         if fresh or served != backend:
             await self._records.put_vm(fresh, None if served == backend else served)
+        if backend.phase is BackendPhase.RESTARTING:
+            log.warning("backend_restarted", vm_id=backend.vm_id, losses=served.losses)
+            self._tell(backend.vm_id, "backend_restarted")
 
     async def give_up_recovery(self, vm_id: str, reason: str) -> None:
         """Go back to LOST with nothing running: whoever asked no longer holds the VM still."""
         async with work_on(self.parts, vm_id, "give_up") as work:
             for row in self._records.of_vm(vm_id):
                 work.run.unpublish(row.volume_id)
+                if row.proxy_id:
+                    await work.apply(StopProxy(row.volume_id))
             await work.apply(StopBackend())
         await self._mark_lost(vm_id, reason)
 
@@ -129,6 +183,7 @@ class Keeper:
         if backend.worker is not None:
             await self.parts.provider.cleanup(backend.worker)
         await self._mark_unclean(vm_id)
+        self._deaths.forget(vm_id)
         row = loss_recorded(backend, reason, timestamp(self.parts.clock.now()))
         await self._records.put_backend(row)
         log.error("backend_lost", vm_id=vm_id, reason=reason, losses=row.losses)
@@ -162,7 +217,7 @@ class Keeper:
             if self._records.backends[vm_id].phase is BackendPhase.RECOVERING:
                 await self.give_up_recovery(vm_id, "the recovery was cut short")
             else:
-                await self.converge(vm_id, "adopt")
+                await self._bring_up(vm_id)
             self.misses.pop(vm_id, None)
         except DeadlineExceeded as error:
             self.misses[vm_id] = self.misses.get(vm_id, 0) + 1
@@ -174,6 +229,23 @@ class Keeper:
         except Exception as error:  # the firewall of one VM
             log.exception("converge_failed", error, vm_id=vm_id)  # noqa: TRY401  it is our logger
 
+    async def _bring_up(self, vm_id: str) -> None:
+        """Converge; while the storage daemon is restarted under a VM, again and again for a bit."""
+        end_s = self.parts.clock.monotonic() + restarts.RESTART_S_MAX
+        while True:
+            try:
+                await self.converge(vm_id, "adopt")
+            except Exception as error:  # a part of the firewall of one VM
+                if self._records.backends[vm_id].phase is not BackendPhase.RESTARTING:
+                    raise
+                if self.parts.clock.monotonic() > end_s:
+                    await self.give_up_recovery(vm_id, f"it did not come back: {error}")
+                    return
+                log.warning("restart_failed", vm_id=vm_id, error=error, next="tried again")
+                await self.parts.clock.sleep(restarts.RETRY_S)
+            else:
+                return
+
     async def _kill(self, vm_id: str) -> None:
         worker = self._records.backends[vm_id].worker
         self.misses.pop(vm_id, None)
@@ -181,18 +253,20 @@ class Keeper:
             log.error("backend_killed", vm_id=vm_id, pid=worker.pid, reason="it hung")
             await self.parts.provider.kill(worker, signal.SIGKILL)
 
-    # --- death of a storage daemon
+    # --- death of a storage daemon or of a proxy
     def _watch(self, vm_id: str) -> None:
         worker = self._records.backends[vm_id].worker
-        if worker is not None and worker.worker_id not in self._watched:
-            self._watched.add(worker.worker_id)
-            self.tasks.start_soon(self._until_gone, vm_id, worker)
+        proxies = [row.proxy for row in self._records.of_vm(vm_id)]
+        for each in (worker, *proxies):
+            if each is not None and each.worker_id not in self._watched:
+                self._watched.add(each.worker_id)
+                self.tasks.start_soon(self._until_gone, vm_id, each)
 
     async def _until_gone(self, vm_id: str, worker: WorkerRecord) -> None:
         await wait_gone(worker)
         self._watched.discard(worker.worker_id)
         # At once, without the lock: a VMM that reconnects must find no dead path.
-        if self._is_current(vm_id, worker):
+        if self._is_backend(vm_id, worker) and self.crash_class(vm_id) is CrashClass.RESET_VM:
             run = RunDirectory(self.parts.layout, vm_id)
             for row in self._records.of_vm(vm_id):
                 run.unpublish(row.volume_id)
@@ -200,9 +274,17 @@ class Keeper:
             if self._is_current(vm_id, worker):
                 await self.look(vm_id)
 
-    def _is_current(self, vm_id: str, worker: WorkerRecord) -> bool:
+    def _is_backend(self, vm_id: str, worker: WorkerRecord) -> bool:
         backend = self._records.backends.get(vm_id)
         return backend is not None and backend.worker == worker
+
+    def _is_current(self, vm_id: str, worker: WorkerRecord) -> bool:
+        """Tell whether the VM still counts on it, or is without a storage daemon right now."""
+        backend = self._records.backends.get(vm_id)
+        if backend is None:
+            return False
+        workers = (backend.worker, *(row.proxy for row in self._records.of_vm(vm_id)))
+        return worker in workers or backend.phase is BackendPhase.RESTARTING
 
     def open_losses(self) -> list[StorageEvent]:
         """Return an event for every loss that nobody has recovered from."""
@@ -220,11 +302,12 @@ class Keeper:
 
     def tell_ready(self, vm_id: str) -> None:
         """Tell the watchers that the VM is served again."""
+        self._tell(vm_id, "backend_ready")
+
+    def _tell(self, vm_id: str, kind: str) -> None:
         now = timestamp(self.parts.clock.now())
         self._events.publish(
-            StorageEvent(
-                kind="backend_ready", vm_id=vm_id, crash_class=self.crash_class(vm_id), at=now
-            )
+            StorageEvent(kind=kind, vm_id=vm_id, crash_class=self.crash_class(vm_id), at=now)
         )
 
     # --- all VMs
@@ -243,18 +326,19 @@ class Keeper:
 
     async def _void(self, backend: Backend) -> None:
         await self._mark_unclean(backend.vm_id)
-        for row in self._records.of_vm(backend.vm_id):
+        rows = self._records.of_vm(backend.vm_id)
+        for row in rows:
             await self._revoke(row, [])
-        await self._records.put_backend(
-            msgspec.structs.replace(
-                backend,
-                phase=BackendPhase.ABSENT,
-                boot_id=self.parts.boot_id,
-                worker=None,
-                worker_id="",
-                incarnation="",
-            )
+        void = msgspec.structs.replace(
+            backend,
+            phase=BackendPhase.ABSENT,
+            boot_id=self.parts.boot_id,
+            worker=None,
+            worker_id="",
+            incarnation="",
         )
+        rows = [msgspec.structs.replace(row, proxy=None, proxy_id="") for row in rows]
+        await self._records.put_vm(rows, void)
         log.info("attachments_void", vm_id=backend.vm_id, reason="the host has booted")
 
     async def pulse_forever(self) -> None:
@@ -277,8 +361,8 @@ async def _nothing(_vm_id: str) -> None:
 
 
 def loss_recorded(backend: Backend, reason: str, now: str) -> Backend:
-    """Return the row of a storage daemon that is lost; a recovery that failed is no new loss."""
-    fresh = backend.phase is not BackendPhase.RECOVERING
+    """Return the row of a storage daemon that is lost; a return that failed is no new loss."""
+    fresh = backend.phase not in (BackendPhase.RECOVERING, BackendPhase.RESTARTING)
     told = f"{now}: {reason}; disks are down until RecoverVmBackend"
     return msgspec.structs.replace(
         backend,

@@ -160,6 +160,9 @@ class Sessions:
         row = Attachment(
             volume_id=request.volume_id, vm_id=request.vm_id, read_only=request.read_only
         )
+        others = [each for each in self._records.of_vm(request.vm_id) if each.wanted]
+        proxied = self._keeper.takes_proxy(request.vm_id, [*others, row])
+        row = msgspec.structs.replace(row, proxied=proxied)
         await self._records.put_vm([row], backend)
         return True
 
@@ -215,7 +218,9 @@ class Sessions:
             log.warning("undo_failed", vm_id=request.vm_id, error=error, next="tried again")
 
     async def _restart(self, vm_id: str) -> None:
-        rows = [msgspec.structs.replace(row, published=False) for row in self._records.of_vm(vm_id)]
+        rows = self._records.of_vm(vm_id)
+        proxied = self._keeper.takes_proxy(vm_id, [row for row in rows if row.wanted])
+        rows = [msgspec.structs.replace(row, published=False, proxied=proxied) for row in rows]
         backend = msgspec.structs.replace(
             self._records.backends[vm_id], phase=BackendPhase.RECOVERING
         )

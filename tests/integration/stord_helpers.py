@@ -40,6 +40,8 @@ class Node:
     def __init__(self, root: Path, *, state: Path | None = None, storage: str = "") -> None:
         self.layout = Layout(IDS.instance(), root / "run", state or root / "state")
         self.config = root / "chv.toml"
+        if "proxy" not in storage:  # its tests are its own; the others are about losses
+            storage += '\nproxy = "off"'
         if "space_critical_bytes" not in storage:  # small test disks are full by the default
             storage += "\nspace_critical_bytes = 0"
         self.config.write_text(
