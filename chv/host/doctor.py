@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from chv.host import storage_checks
+
 FREE_BYTES_MIN = 1 << 30
 MEMORY_BYTES_MIN = 1 << 30
 
@@ -40,7 +42,8 @@ class Check(msgspec.Struct, frozen=True):
 def run_checks() -> list[Check]:
     """Look at everything; the order is the order to read in."""
     checks: tuple[Callable[[], Check], ...] = (_root, _tun, _kvm, _nft, _netns, _memory, _space)
-    return [check() for check in checks] + [_program(name) for name in PROGRAMS]
+    programs = [_program(name) for name in PROGRAMS]
+    return [check() for check in checks] + programs + _volume_classes()
 
 
 def _root() -> Check:
@@ -104,3 +107,18 @@ def _program(name: str) -> Check:
         return Check(name, "ok", f"{found} ({purpose})")
     remedy = f"apt-get install {packages}" if packages else ""
     return Check(name, severity, f"{name} is missing ({purpose})", remedy)
+
+
+def _volume_classes() -> list[Check]:
+    return [_volume_class(need) for need in storage_checks.CLASSES]
+
+
+def _volume_class(need: storage_checks.Need) -> Check:
+    """A class that nobody uses is no fault of the machine: what is missing is worth knowing."""
+    name = f"volumes-{need.class_name}"
+    absent = storage_checks.missing(need)
+    if not absent:
+        message = f"volumes of class {need.class_name} are usable (packages {need.packages})"
+        return Check(name, "ok", message)
+    message = f"no volumes of class {need.class_name}: {', '.join(absent)} missing"
+    return Check(name, "info", message, storage_checks.remedy(need, absent))

@@ -77,7 +77,8 @@ def configuration(place: RbdPlace) -> Path:
     """Return the cluster's configuration file, which lies in /etc/ceph."""
     field = "backend.rbd.conf"
     given = Path(place.conf)
-    if not _PLAIN_PATH.match(place.conf) or not given.is_relative_to(CONFIGURATIONS):
+    inside = CONFIGURATIONS in given.parents and ".." not in given.parts
+    if not inside or not _PLAIN_PATH.match(place.conf):
         raise InvalidArgument(f"{place.conf!r} is no file of {str(CONFIGURATIONS)!r}", field=field)
     path = resolve_inside(CONFIGURATIONS, str(given.relative_to(CONFIGURATIONS)))
     if not path.is_file():
