@@ -6,8 +6,6 @@ over: the next one opens the volume as the record then says.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import anyio
 
 from chv.common import logs
@@ -90,7 +88,7 @@ class Tuning:
                 client=client,
                 major=await monitor.major(),
                 serving=True,
-                connected=self._is_connected(run.unprimed(volume_id), row.vm_id),
+                connected=has_client(run.unprimed(volume_id)),
                 proxied=row.proxied,
                 read_only=row.read_only,
             )
@@ -102,10 +100,6 @@ class Tuning:
             await monitor.resize(graph.throttle_node(volume_id), volume.backend.size_bytes)
             await failpoint("stord.grow.after_resize")
         return True
-
-    def _is_connected(self, socket_path: Path, vm_id: str) -> bool:
-        worker = self._records.backends[vm_id].worker
-        return worker is not None and has_client(socket_path, worker.pid)
 
     def _serves(self, row: Attachment) -> bool:
         backend = self._records.backends.get(row.vm_id)

@@ -42,6 +42,7 @@ from chv.stord.filling import kind_of
 from chv.stord.graveyard import Graveyard
 from chv.stord.growth import DETACHED, NEXT_START, ONLINE
 from chv.stord.records import Volume, VolumeState
+from chv.stord.rekey import Rekeys
 from chv.stord.sources import Sources
 from chv.stord.tuning import Tuning, same_limits
 from chv.stord.volume_info import Describer
@@ -64,6 +65,7 @@ class Volumes:
         self._graveyard = Graveyard(records, clock)
         self._sources = Sources(records)
         self._describer = Describer(records, disks, parts.levels)
+        self.rekeys: Rekeys | None = None  # set once, before the first call
 
     def _backend(self, spec: VolumeBackend) -> Backend:
         return self._disks.backend(spec)
@@ -86,6 +88,7 @@ class Volumes:
             await self._change(row, request)
         elif row.state is VolumeState.CLOSED:
             await self._put(row, state=VolumeState.OPEN)
+        await self._rotate(volume_id)
         return await self._settled(volume_id)
 
     async def _aged(self, row: Volume, generation: int) -> Volume:
@@ -157,6 +160,10 @@ class Volumes:
     async def _change(self, row: Volume, request: OpenVolume) -> None:
         spec = await self._checked(request.backend, sources=False)
         _check_change(row, spec)
+        if self.rekeys is not None and spec.encryption != row.backend.encryption:
+            await self.rekeys.finish(row.volume_id)
+            row = self._records.volumes[row.volume_id]
+            await self.rekeys.check(row, _key(spec))
         larger = spec.size_bytes > row.backend.size_bytes
         if larger:
             self._filler.refuse_busy(row.volume_id)
@@ -169,14 +176,22 @@ class Volumes:
             backend=spec,
             state=VolumeState.GROWING if larger else VolumeState.OPEN,
             made_size_bytes=made,
+            old_key=row.key if _key(spec) != row.key else row.old_key,
         )
         await self._records.put_volume(changed)
+        await self._rotate(row.volume_id)
         if larger:
             await failpoint("stord.grow.after_intent")
             await self._grow(changed, request)
         if spec.limits != row.backend.limits:
             await failpoint("stord.limits.after_intent")
             await self._tuning.set_limits(row.volume_id)
+
+    async def _rotate(self, volume_id: str) -> None:
+        """Bring a rotation of the key to its end, this one or one that was cut short."""
+        if self.rekeys is not None and self._records.volumes[volume_id].old_key:
+            await failpoint("stord.rekey.after_intent")
+            await self.rekeys.finish(volume_id)
 
     async def _grow(self, row: Volume, request: OpenVolume) -> None:
         if self._records.holder(row.volume_id) is None:
@@ -333,11 +348,13 @@ class Volumes:
         if found.state == "open":
             return
         message = f"the volume is {found.state}: {found.problem}"
-        if row.backend.class_name is VolumeClass.FILE:
-            raise DataLoss(message, resource=volume_id, hint=_remedy(row))
-        raise Unavailable(
+        error: ChvError = Unavailable(
             message, resource=volume_id, hint="bring the device or server back, then start again"
         )
+        if row.backend.class_name is VolumeClass.FILE:
+            error = DataLoss(message, resource=volume_id, hint=_remedy(row))
+        await self.note_error(volume_id, error)
+        raise error
 
     def refuse_stale(self, volume_id: str, generation: int) -> None:
         """Refuse an older generation than the recorded one; no record, nothing to refuse."""
@@ -382,6 +399,10 @@ def _remedy(row: Volume) -> str:
     if row.backend.format is VolumeFormat.QCOW2:
         return f"chv volume repair {row.volume_id}, or restore a backup"
     return "put the file back as it was, or restore a backup"
+
+
+def _key(spec: VolumeBackend) -> str:
+    return "" if spec.encryption is None else spec.encryption.key
 
 
 def _check_change(row: Volume, spec: VolumeBackend) -> None:

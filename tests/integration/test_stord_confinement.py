@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from chv.common.config import StorageConfig
-from chv.common.errors import ChvError
+from chv.common.errors import ChvError, FailedPrecondition
 from chv.common.files import ensure_dir
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -27,10 +27,11 @@ from chv.common.process import (
     run,
     terminate,
 )
+from chv.common.wire import stord as wire
 from chv.stord.confinement import storage_daemon_rules, tool_rules
 from chv.stord.qsd import graph
 from chv.stord.qsd.monitor import Monitor, open_monitor
-from tests.integration.stord_helpers import needs_qsd
+from tests.integration.stord_helpers import Node, meta, needs_qsd, open_node
 
 pytestmark = [
     pytest.mark.root,
@@ -192,8 +193,20 @@ def free_port() -> int:
 
 
 @contextmanager
-def nbd_server(path: Path, port: int) -> Iterator[None]:
-    argv = ["qemu-nbd", "-r", "-f", "raw", "-t", "-e", "8", "-b", "127.0.0.1", "-p", str(port)]
+def nbd_server(path: Path, port: int, *, writable: bool = False) -> Iterator[None]:
+    argv = [
+        "qemu-nbd",
+        *([] if writable else ["-r"]),
+        "-f",
+        "raw",
+        "-t",
+        "-e",
+        "8",
+        "-b",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
     process = subprocess.Popen([*argv, "-x", "e", str(path)])
     try:
         deadline = time.monotonic() + 10
@@ -250,3 +263,58 @@ async def test_a_tool_reaches_the_files_of_its_call_and_no_others(place: Place) 
     copied = await image_tool(place, "convert", "-O", "raw", str(qcow2), "/dev/null", owns=(qcow2,))
     assert "/etc/passwd" in copied
     assert "Permission denied" in copied
+
+
+async def open_remote(node: Node, port: int) -> str:
+    volume_id = Ids().uid()
+    place = wire.NbdPlace(host="127.0.0.1", port=port, export="e")
+    backend = wire.VolumeBackend(
+        class_name=wire.VolumeClass.NBD,
+        format=wire.VolumeFormat.RAW,
+        size_bytes=MIB,
+        nbd=place,
+    )
+    request = wire.OpenVolume(meta=meta(1), volume_id=volume_id, backend=backend)
+    async with node.client() as client:
+        assert (await client.call(wire.OPEN_VOLUME, request)).network
+    return volume_id
+
+
+async def attach(node: Node, volume_id: str, vm_id: str, *, network: bool) -> wire.AttachmentInfo:
+    request = wire.AttachVolumeToVm(
+        meta=meta(1),
+        volume_id=volume_id,
+        vm_id=vm_id,
+        storage_uid=node.layout.storage_uid(1),
+        vm_gid=node.layout.vmm_uid(1),
+        network=network,
+    )
+    async with node.client() as client:
+        return await client.call(wire.ATTACH_VOLUME, request)
+
+
+def network_of(pid: int | str) -> Path:
+    return Path(f"/proc/{pid}/ns/net").readlink()
+
+
+async def test_a_vm_of_local_disks_has_no_network_and_takes_no_remote_disk_later(
+    place: Place,
+) -> None:
+    port = free_port()
+    with nbd_server(place.stranger, port, writable=True):
+        async with open_node(storage=f'remotes = ["nbd://127.0.0.1:{port}"]') as node:
+            local, vm = Ids().uid(), Ids().uid()
+            assert not (await node.open(local)).network
+            served = await attach(node, local, vm, network=False)
+            assert network_of(served.backend_pid) != network_of("self")
+            remote = await open_remote(node, port)
+            with pytest.raises(FailedPrecondition, match="without one") as caught:
+                await attach(node, remote, vm, network=False)
+            assert "stop the VM" in caught.value.hint
+            await node.detach(local, vm)
+            served = await attach(node, local, vm, network=True)
+            assert network_of(served.backend_pid) == network_of("self")
+            both = await attach(node, remote, vm, network=True)
+            assert both.backend_pid == served.backend_pid
+            await node.detach(remote, vm)
+            await node.detach(local, vm)

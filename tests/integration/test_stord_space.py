@@ -12,13 +12,14 @@ import pytest
 
 from chv.common.clock import SystemClock
 from chv.common.config import StorageConfig
-from chv.common.errors import ResourceExhausted
+from chv.common.errors import ChvError, ResourceExhausted
 from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process import Provider
 from chv.common.store import Store
 from chv.common.wire import stord as wire
 from chv.common.wire.stord import SpaceLevel
+from chv.common.wire.types import Empty
 from chv.stord.backends.registry import Backends
 from chv.stord.disks import Disks
 from chv.stord.events import Events
@@ -27,7 +28,8 @@ from chv.stord.space import SpaceMonitor
 from chv.stord.tools import Tools
 from chv.stord.work import Parts
 from tests.disks import small_tmpfs
-from tests.integration.stord_helpers import needs_qsd
+from tests.integration.stord_helpers import Node, needs_qsd, open_node
+from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
 MIB = 1 << 20
@@ -189,3 +191,87 @@ async def test_a_place_that_is_gone_keeps_its_volumes_level_and_harms_no_other(s
     site.monitor._statvfs = lambda directory: gone()  # type: ignore[assignment, return-value]
     await site.monitor.look()
     assert site.levels.get(volume) is CRITICAL
+
+
+async def test_a_volume_shows_its_level_a_watcher_is_told_and_metrics_count(
+    tmp_path: Path,
+) -> None:
+    small_pool = tmp_path / "pool"
+    for parent in (tmp_path, *tmp_path.parents):
+        if not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    with small_tmpfs(small_pool, 20) as pool:
+        settings = f'pools = {{ small = "{pool}" }}\nspace_critical_percent = 80'
+        async with open_node(storage=settings) as node:
+            await tell_of_space(node, pool)
+
+
+async def tell_of_space(node: Node, pool: Path) -> None:
+    volume, vm = Ids().uid(), Ids().uid()
+    await node.open(volume, pool="small", size_bytes=64 * MIB)
+    await node.attach(volume, vm)
+    told: list[wire.StorageEvent] = []
+    async with node.client() as watcher, anyio.create_task_group() as watching:
+
+        async def watch() -> None:
+            await watcher.stream(wire.WATCH_STORAGE, Empty(), told.append)
+
+        watching.start_soon(watch)
+        (pool / "ballast").write_bytes(b"x" * (17 * MIB))
+        with anyio.fail_after(10):
+            while not told:
+                await anyio.sleep(0.05)
+        watching.cancel_scope.cancel()
+    assert (told[0].kind, told[0].vm_id, told[0].space) == ("space", vm, CRITICAL)
+    info = await node.get(volume)
+    assert info.space is CRITICAL
+    assert info.free_bytes <= 3 * MIB
+    with pytest.raises(ResourceExhausted, match="must stay free"):
+        await node.open(volume, pool="small", size_bytes=65 * MIB, generation=2)
+    async with node.client() as client:
+        metrics = await client.call(wire.GET_METRICS, Empty())
+        health = await client.call(wire.STORD_HEALTH, Empty())
+    small = next(place for place in metrics.places if place.location == str(pool))
+    assert (small.promised_bytes, small.volumes, small.level) == (64 * MIB, 1, CRITICAL)
+    assert health.status == "degraded"
+    assert str(pool) in health.last_error
+
+
+async def test_metrics_count_what_was_written_and_name_what_nobody_counts() -> None:
+    async with open_node() as node:
+        volume, vm = Ids().uid(), Ids().uid()
+        await node.open(volume)
+        attached = await node.attach(volume, vm)
+        async with node.client() as client:
+            before = await client.call(wire.GET_METRICS, Empty())
+            with VhostDisk(Path(attached.export_path)) as disk:
+                for sector in range(0, 8192, 256):
+                    disk.write(sector, b"m" * (128 << 10))
+                disk.flush()
+            after = await client.call(wire.GET_METRICS, Empty())
+    (vm_before,), (vm_after,) = before.vms, after.vms
+    assert vm_after.vm_id == vm
+    assert vm_after.backend_pid == attached.backend_pid
+    assert vm_after.write_bytes - vm_before.write_bytes >= 4 * MIB
+    assert 0 < vm_after.resident_bytes < 64 * MIB
+    (seen,) = after.volumes
+    assert (seen.volume_id, seen.attached, seen.limited, seen.snapshots) == (volume, True, False, 0)
+    assert seen.allocated_bytes >= 4 * MIB
+    assert "volume_operations" in after.unsupported
+
+
+async def test_errors_of_a_volume_are_counted_and_its_last_one_is_shown() -> None:
+    async with open_node() as node:
+        volume = Ids().uid()
+        await node.open(volume)
+        (node.layout.volume(volume) / "disk.raw").unlink()
+        for _ in range(2):
+            with pytest.raises(ChvError):
+                await node.attach(volume, Ids().uid())
+        async with node.client() as client:
+            metrics = await client.call(wire.GET_METRICS, Empty())
+            health = await client.call(wire.GET_VOLUME_HEALTH, wire.GetVolume(volume_id=volume))
+    assert metrics.volumes[0].errors == 2
+    assert health.status == "failed"
+    assert health.last_error
+    assert health.last_error_at

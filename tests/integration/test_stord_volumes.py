@@ -19,6 +19,7 @@ from chv.common.errors import (
     ResourceExhausted,
     StaleGeneration,
 )
+from chv.common.process import landlock_abi
 from chv.common.wire import stord as wire
 from chv.common.wire.types import Empty
 from tests.integration.stord_helpers import (
@@ -360,6 +361,7 @@ async def test_the_health_of_the_daemon_names_version_space_and_numbers(node: No
         "qemu-storage-daemon": True,
         "in_flight_tracking": False,
         "online_grow": False,
+        "landlock": landlock_abi() > 0,
     }
 
 
