@@ -21,6 +21,7 @@ import pytest
 from chv.common.errors import OutcomeUnknown, Unavailable
 from chv.common.process import FoundWorker, wait_gone
 from chv.common.wire import stord as wire
+from tests.helpers import wait_until
 from tests.integration import vhost_client
 from tests.integration.snapshot_rig import (
     SIZE_BYTES,
@@ -272,7 +273,9 @@ async def write(info: wire.AttachmentInfo, chunks: Content) -> None:
 @pytest.mark.parametrize("name", ["stord.merge.after_abandon", "stord.merge.after_cancel"])
 async def test_a_kill_in_a_cancel_leaves_a_whole_volume(name: str) -> None:
     async with open_node(start=False) as node:
-        await node.start(failpoints=f"stord.merge.after_commit=1*delay(400);{name}=1*kill")
+        log = node.config.with_name("hits")
+        points = f"stord.merge.after_commit=1*delay(400);{name}=1*kill"
+        await node.start(failpoints=points, failpoints_log=log)
         scenario = Scenario(node)
         one, vm = scenario.one, scenario.vm
         await node.open(one, size_bytes=SIZE_BYTES)
@@ -282,6 +285,7 @@ async def test_a_kill_in_a_cancel_leaves_a_whole_volume(name: str) -> None:
             first = await scenario.snapshot(one, vm=True)
             await guest.after(30)
             begun = await call(node, wire.DELETE_SNAPSHOT, ref(one, first))
+            await wait_until(lambda: "merge.after_commit" in log.read_text())
             await call(node, wire.CANCEL_JOB, wire.JobRef(job_id=begun.job_id))
             job = await scenario.step(lambda: ended(node, begun.job_id))
             assert job.state is wire.JobState.CANCELLED
