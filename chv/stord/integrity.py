@@ -68,9 +68,8 @@ class Integrity:
             ended.set()
 
     async def _check(self, row: Volume) -> None:
-        """Check what was written: the top layer, and that below where one goes into the other."""
-        written = row.layers[-2:] if row.change is not None else row.layers[-1:]
-        for layer in written:
+        """Check every layer: a snapshot or a merge may have been under way in any of them."""
+        for layer in row.layers:
             node = await anyio.to_thread.run_sync(
                 self._parts.disks.layer, row.volume_id, layer.number
             )

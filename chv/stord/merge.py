@@ -49,6 +49,7 @@ log = logs.get(__name__)
 LOOK_S = 0.2
 STOP_LOOK_S = 0.005
 Piece = Callable[[JobControl], Awaitable[bool]]
+Sound = Callable[[str], Awaitable[None]]
 
 
 class MergeParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,13 +62,16 @@ class MergeParameters(msgspec.Struct, frozen=True, kw_only=True):
 class Merges:
     """Merge jobs of all volumes. `locks` are the volumes' own."""
 
-    def __init__(self, keeper: Keeper, locks: KeyedLocks, jobs: Jobs, overlays: Overlays) -> None:
+    def __init__(
+        self, keeper: Keeper, locks: KeyedLocks, jobs: Jobs, overlays: Overlays, sound: Sound
+    ) -> None:
         self._keeper = keeper
         self._parts = keeper.parts
         self._records = keeper.parts.records
         self._locks = locks
         self._jobs = jobs
         self._overlays = overlays
+        self._sound = sound
         self._online = OnlineMerge(keeper, locks)
         self._offline: dict[str, anyio.CancelScope] = {}
         self._attaching: set[str] = set()
@@ -212,6 +216,7 @@ class Merges:
 
     async def _commit(self, control: JobControl, row: Volume) -> None:
         assert row.change is not None
+        await self._sound(row.volume_id)
         await make_room(self._parts, row)
         disk = await anyio.to_thread.run_sync(self._lower_part, row)
         pair = disk.own[-2:]

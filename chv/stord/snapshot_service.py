@@ -16,12 +16,18 @@ from chv.stord.overlays import Overlays
 from chv.stord.snapshots import Snapshots
 
 Info = Callable[[str], Awaitable[wire.VolumeInfo]]
+Require = Callable[[str], Awaitable[None]]
 
 
 class SnapshotService:
-    """Handlers, and what the other methods need of snapshots. `info` describes a volume."""
+    """Handlers, and what the other methods need of snapshots.
 
-    def __init__(self, keeper: Keeper, locks: KeyedLocks, jobs: Jobs, info: Info) -> None:
+    `info` describes a volume; `sound` raises where one is damaged since an unclean end.
+    """
+
+    def __init__(
+        self, keeper: Keeper, locks: KeyedLocks, jobs: Jobs, info: Info, sound: Require
+    ) -> None:
         parts = keeper.parts
         self._keeper = keeper
         self._locks = locks
@@ -29,7 +35,8 @@ class SnapshotService:
         self._info = info
         self.overlays = Overlays(parts.layout, parts.records, parts.disks, parts.tools)
         self.snapshots = Snapshots(parts, jobs, self.overlays)
-        self.merges = Merges(keeper, locks, jobs, self.overlays)
+        self.merges = Merges(keeper, locks, jobs, self.overlays, sound)
+        self._sound = sound
 
     def register(self, server: Server) -> None:
         """Add the handlers."""
@@ -71,6 +78,8 @@ class SnapshotService:
         """See the wire."""
         async with self.hold(*request.volume_ids):
             if not request.vm_id:
+                for volume_id in request.volume_ids:
+                    await self._sound(volume_id)
                 return await self.snapshots.create(request)
             async with self._keeper.locks.hold(request.vm_id):
                 return await self.snapshots.create(request)

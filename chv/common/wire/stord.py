@@ -455,7 +455,7 @@ WATCH_STORAGE = Method(
 CREATE_SNAPSHOT = Method("CreateSnapshot", CreateSnapshot, SnapshotsReply, timeout_s=20.0)
 # Refused IN_USE while a linked clone rests on it; the job merges the layers.
 DELETE_SNAPSHOT = Method("DeleteSnapshot", SnapshotRef, JobInfo, timeout_s=20.0)
-# The volume is attached to nothing; what was written since is lost, later snapshots stay.
+# The volume is attached to nothing and has no later snapshot; what was written since is lost.
 RESTORE_SNAPSHOT = Method("RestoreSnapshot", SnapshotRef, VolumeInfo, timeout_s=20.0)
 LIST_SNAPSHOTS = Method("ListSnapshots", Empty, SnapshotsReply, mutating=False)
 BACKUP_VOLUME = Method("BackupVolume", BackupVolume, JobInfo, timeout_s=20.0)
