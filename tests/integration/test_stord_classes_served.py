@@ -87,6 +87,77 @@ async def test_an_nbd_export_is_served(node: Node, scratch: Path) -> None:
         await write_and_read(node, nbd(NBD_PORT))
 
 
+async def test_an_export_on_a_private_unix_socket_is_served(scratch: Path) -> None:
+    path = scratch / "nbd.sock"
+    async with nbd_server(scratch / "disk", path):
+        path.chmod(0o600)
+        async with open_node(storage=f'remotes = ["nbd+unix://{path}"]') as node:
+            place = wire.NbdPlace(socket=str(path), export="vol")
+            await write_and_read(node, spec("nbd", nbd=place))
+
+
+async def test_a_device_is_read_by_many_and_its_node_goes_with_the_volume(
+    node: Node, scratch: Path
+) -> None:
+    volume, vms = IDS.uid(), [IDS.uid(), IDS.uid()]
+    with loop_device(scratch / "disk") as device:
+        device.write_bytes(DATA)
+        await open_class(node, volume, block(device, access=wire.AccessMode.READ_ONLY_MANY))
+
+        exports = [
+            (await node.attach(volume, vm, slot=slot, read_only=True)).export_path
+            for slot, vm in enumerate(vms)
+        ]
+
+        for export in exports:
+            with VhostDisk(Path(export)) as disk:
+                assert disk.read_only
+                assert disk.read(0, len(DATA)) == DATA
+        for vm in vms:
+            await node.detach(volume, vm)
+        await node.delete(volume)
+        assert not node.layout.device(volume).parent.exists()
+
+
+async def test_a_device_stays_served_and_is_given_back_after_stord_was_killed(
+    node: Node, scratch: Path
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    with loop_device(scratch / "disk") as device:
+        await open_class(node, volume, block(device))
+        info = await node.attach(volume, vm)
+
+        await node.end()
+        await anyio.to_thread.run_sync(_use, Path(info.export_path), 0)
+        await node.start()
+        await anyio.to_thread.run_sync(_use, Path(info.export_path), 1)
+        await node.detach(volume, vm)
+
+        assert not node.layout.device(volume).exists()
+        await node.delete(volume)
+
+
+@pytest.mark.parametrize("point", ["after_grant", "after_lock", "after_blockdev", "after_rename"])
+async def test_a_kill_at_any_step_of_an_attachment_leaves_no_device_node(
+    node: Node, scratch: Path, point: str
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    with loop_device(scratch / "disk") as device:
+        await open_class(node, volume, block(device))
+        await node.end()
+        await node.start(failpoints=f"stord.attach.{point}=kill")
+        with pytest.raises(ChvError):
+            await node.attach(volume, vm)
+        await node.ended()
+
+        await node.start()
+        await node.detach(volume, vm)
+        await node.delete(volume)
+
+        assert not node.layout.device(volume).parent.exists()
+        assert not node.workers()
+
+
 @pytest.mark.skipif(not has("tgtd", "tgtadm"), reason="needs tgt")
 async def test_a_lun_is_served(scratch: Path) -> None:
     async with iscsi_target(scratch, TARGET) as port:
