@@ -66,7 +66,9 @@ class Service:
         self._locks = KeyedLocks()
         self.space = SpaceMonitor(parts, events)
         self._reports = Reports(keeper, self._volumes, self.space)
-        self._snapshots = SnapshotService(keeper, self._locks, jobs, self._volumes.info)
+        self._snapshots = SnapshotService(
+            keeper, self._locks, jobs, self._volumes.info, self._integrity.require
+        )
         self._runners[wire.JobKind.DELETE_SNAPSHOT] = self._snapshots.merges.run
         self._fills.register(FillKind.CLONE, Copies(parts).fill)
         self._work = WorkService(keeper, self._locks, jobs, self._fills)
