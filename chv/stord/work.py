@@ -6,6 +6,7 @@ cut short is found by the next observation. Errors are those of the parts; none 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from chv.common.process import (
     wait_gone,
 )
 from chv.common.wire.stord import AccessMode
-from chv.stord import confinement, luks
+from chv.stord import allow, confinement, luks
 from chv.stord.disks import Disks
 from chv.stord.exports import RunDirectory
 from chv.stord.levels import Errors, Levels
@@ -317,10 +318,31 @@ class Work:
         await self._reached("after_lock")
         await self._add_group(monitor, disk)
         await self._reached("after_group")
-        await luks.add_locked(monitor, self._parts.layout, disk, graph.chain(disk))
+        await self._open_chain(monitor, disk)
         await self._reached("after_blockdev")
         await monitor.add_node(graph.throttle(volume_id, disk.own[-1].number))
         await self._reached("after_throttle")
+
+    async def _open_chain(self, monitor: Monitor, disk: graph.Disk) -> None:
+        """Open the layers. A storage daemon that waits for a server answers nothing else.
+
+        If no VMM has had anything of it, it is killed; else that is up to the pulses.
+        """
+        try:
+            await luks.add_locked(monitor, self._parts.layout, disk, graph.chain(disk))
+        except DeadlineExceeded as error:
+            spec = self._parts.records.volumes[disk.volume_id].backend
+            place = spec.nbd or spec.iscsi or spec.rbd
+            if place is None:
+                raise
+            message = f"{spec.class_name.value} server {allow.remote_of(place)} does not answer"
+            worker = self._backend.worker
+            rows = self._parts.records.of_vm(self._vm_id)
+            if worker is None or any(row.published for row in rows):
+                raise DeadlineExceeded(message, resource=disk.volume_id) from error
+            await self._parts.provider.kill(worker, signal.SIGKILL)
+            await wait_gone(worker)
+            raise Unavailable(message, resource=disk.volume_id) from error
 
     @staticmethod
     async def _add_group(monitor: Monitor, disk: graph.Disk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -11,6 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+
+import anyio
+from anyio.abc import SocketAttribute, SocketStream
 
 from chv.common.rpc import Client
 from chv.common.wire import stord as wire
@@ -119,6 +123,38 @@ def silent_server() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)
         yield listener.getsockname()[1]
+
+
+@asynccontextmanager
+async def relay(port: int, forwards: int) -> AsyncIterator[int]:
+    """Pass the first connections on to a port; later ones are accepted and get no answer."""
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    seen = 0
+
+    async def serve(client: SocketStream) -> None:
+        nonlocal seen
+        seen += 1
+        async with client:
+            if seen > forwards:
+                await anyio.sleep_forever()
+            async with (
+                await anyio.connect_tcp("127.0.0.1", port) as server,
+                anyio.create_task_group() as copying,
+            ):
+                copying.start_soon(_copy, client, server, copying.cancel_scope)
+                copying.start_soon(_copy, server, client, copying.cancel_scope)
+
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        yield listener.extra(SocketAttribute.local_port)
+        tasks.cancel_scope.cancel()
+
+
+async def _copy(source: SocketStream, target: SocketStream, ended: anyio.CancelScope) -> None:
+    with contextlib.suppress(anyio.BrokenResourceError):
+        async for data in source:
+            await target.send(data)
+    ended.cancel()
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from tests.integration.stord_classes_helpers import (
     loop_device,
     nbd_server,
     open_class,
+    relay,
     spec,
 )
 from tests.integration.stord_helpers import IDS, Node, needs_qsd, open_node
@@ -199,6 +200,26 @@ async def test_a_dead_server_refuses_an_attach_and_the_vms_other_disk_goes_on(
         await node.detach(alive, vm)
         await node.delete(dead)
         await node.delete(alive)
+
+
+async def test_a_server_that_falls_silent_while_it_is_opened_is_told_and_nothing_hangs(
+    scratch: Path,
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    # It answers at the creation and just before the attachment, then never again.
+    async with (
+        nbd_server(scratch / "disk", NBD_PORT),
+        relay(NBD_PORT, forwards=2) as port,
+        open_node(storage=f'remotes = ["nbd://127.0.0.1:{port}"]') as node,
+    ):
+        await open_class(node, volume, nbd(port))
+
+        with pytest.raises(Unavailable, match=f"nbd server nbd://127.0.0.1:{port}"):
+            await node.attach(volume, vm)
+
+        assert not node.workers()
+        assert await node.sessions() == []
+        await node.delete(volume)
 
 
 async def test_a_server_that_dies_is_an_error_for_the_guest_and_shown_and_one_that_comes_back_not(
