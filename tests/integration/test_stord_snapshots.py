@@ -21,6 +21,8 @@ from chv.common.errors import (
     ResourceExhausted,
 )
 from chv.common.wire import stord as wire
+from chv.guest.tiny import load_tiny
+from chv.images import ImageStore, builtin, ensure_builtin
 from chv.stord.layers import LAYERS_MAX
 from tests.helpers import wait_until
 from tests.integration.snapshot_rig import (
@@ -55,11 +57,13 @@ from tests.integration.stord_helpers import (
     open_node,
     short_root,
 )
+from tests.integration.tiny_vm import BOOT_TIMEOUT_S, TinyVm, boot
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
 FORMATS = pytest.mark.parametrize("format", ["raw", "qcow2"])
 KEY = "team/disk"
+CACHE = Path("/var/cache/chv")
 TEXT = 0x4142434445464748
 
 
@@ -575,3 +579,71 @@ async def test_jobs_are_listed_and_an_unknown_one_is_not_found() -> None:
             await get_job(node, "op-none")
         with pytest.raises(FailedPrecondition):
             await cancel(node, job.job_id)
+
+
+# --- a real guest
+WRITER = """
+cat > /tmp/write <<'END'
+i=0
+while [ ! -e /tmp/stop ]; do
+  i=$((i + 1)); at=$((i % 64 * 16))
+  printf '%016d' $i | dd of=/dev/vdc bs=4096 seek=$at conv=sync,notrunc,fsync 2> /dev/null \\
+    || echo write $i >> /tmp/bad
+  got=$(dd if=/dev/vdc bs=4096 skip=$at count=1 iflag=direct 2>/dev/null | head -c 16)
+  [ "$got" = "$(printf '%016d' $i)" ] || echo read $i: $got >> /tmp/bad
+  echo $i > /tmp/count
+done
+END
+rm -f /tmp/bad; echo 0 > /tmp/count; (sh /tmp/write > /dev/null 2>&1 &)
+"""
+
+
+@pytest.mark.slow
+async def test_a_real_guest_writes_and_verifies_through_snapshots_and_merges(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    await ensure_builtin("tiny", CACHE, ImageStore(tmp_path_factory.mktemp("store")), print)
+    image = load_tiny(CACHE / f"tiny-{builtin.codename()}")
+    assert image is not None
+    async with open_node() as node:
+        volume_id, vm_id = await volume(node), IDS.uid()
+        path = await served(node, volume_id, vm_id)
+        memory = "memory-backend-memfd,id=mem,size=256M,share=on"
+        disk = ["-chardev", f"socket,id=vu,path={path}"]
+        disk += ["-device", "vhost-user-blk-pci,chardev=vu,num-queues=1"]
+        extra = ["-object", memory, "-machine", "memory-backend=mem", *disk]
+        async with boot(image, tmp_path, seeded=True, extra=extra) as vm:
+            await wait_until(lambda: _answers(vm), timeout_s=BOOT_TIMEOUT_S)
+            assert await vm.ssh(WRITER) == (0, "")
+            taken = []
+            for _ in range(3):
+                taken.append(await snapshot(node, [volume_id], vm_id))
+                await _wrote(vm, 5)
+            for snapshot_id in (taken[1], taken[0], taken[2]):
+                assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
+                await _wrote(vm, 5)
+            code, text = await vm.ssh("touch /tmp/stop; sleep 1; cat /tmp/bad; cat /tmp/count")
+            assert code in (0, 1)
+            assert "write" not in text and "read" not in text, text
+            code, text = await vm.ssh("dmesg | grep -i 'I/O error'")
+            assert (code, text) == (1, "")
+        await node.detach(volume_id, vm_id)
+        assert (await node.get(volume_id)).layers == 1
+
+
+async def _answers(vm: TinyVm) -> bool:
+    return (await vm.ssh("true"))[0] == 0
+
+
+async def _wrote(vm: TinyVm, count: int) -> None:
+    """Wait until the guest has made that many further rounds."""
+
+    async def rounds() -> int:
+        return int((await vm.ssh("cat /tmp/count"))[1] or 0)
+
+    goal = await rounds() + count
+
+    async def reached() -> bool:
+        return await rounds() >= goal
+
+    await wait_until(reached, timeout_s=60)

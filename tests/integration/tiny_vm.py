@@ -6,7 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +125,9 @@ def _start(argv: list[str]) -> subprocess.Popen[bytes]:
 
 
 @asynccontextmanager
-async def boot(image: TinyImage, directory: Path, *, seeded: bool) -> AsyncIterator[TinyVm]:
+async def boot(
+    image: TinyImage, directory: Path, *, seeded: bool, extra: Sequence[str] = ()
+) -> AsyncIterator[TinyVm]:
     """Boot the image with a data disk, and a seed disk if `seeded`; kill it in the end."""
     port = free_port()
     argv = [
@@ -145,7 +147,7 @@ async def boot(image: TinyImage, directory: Path, *, seeded: bool) -> AsyncItera
         argv += ["-nic", f"user,model=virtio-net-pci,mac={MAC},dnssearch=demo.chv,{forward}"]
         argv += ["-nic", f"user,model=virtio-net-pci,mac={STATIC_MAC},net=10.8.0.0/24"]
     (directory / "console").touch()
-    process = _start(argv)
+    process = _start([*argv, *extra])
     try:
         yield TinyVm(directory, process, port)
     finally:
