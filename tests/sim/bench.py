@@ -74,6 +74,7 @@ async def open_bench(machine: Machine | None = None, **limits: Any) -> AsyncIter
             1, Chaos(random.Random(1), delays_s=(0.0,)), Limits(**limits) if limits else None
         )
         machine.chaos.quiet = True
+        machine.host.stord.mishaps = False
     engine = Engine(machine.agent_store(), machine.world())
     await engine.load()
     await engine.recover()

@@ -50,6 +50,7 @@ class SimVolume:
     readers: set[str] = field(default_factory=set)
     snapshots: dict[str, bool] = field(default_factory=dict)  # id -> being deleted
     applied: str = ""
+    key: str = ""  # that opens it now
     restored: dict[str, int] = field(default_factory=dict)  # operation -> attachments by then
     attachments: int = 0
 
@@ -92,6 +93,9 @@ class SimStord:
         self.volumes: dict[str, SimVolume] = {}
         self.sessions: dict[str, SimSession] = {}
         self.jobs: dict[str, SimJob] = {}
+        self.job_s: tuple[float, ...] = JOB_S
+        self.mishaps = True  # some jobs fail
+        self.rotates = True  # a key is changed at once
         self.taken: set[str] = set()  # every snapshot that there ever was
         self.down_until = 0.0
         self.now: Callable[[], float] = lambda: 0.0
@@ -139,6 +143,8 @@ class SimStord:
         if backend.size_bytes < volume.backend.size_bytes:
             self.violate(f"I5: volume {uid} asked to shrink")
         volume.generation, volume.backend, volume.open = generation, backend, True
+        if self.rotates:
+            volume.key = _key(backend)
         if backend.size_bytes > volume.size_bytes:
             self._grow(volume, params.client)
         return self._info(uid, volume)
@@ -150,7 +156,7 @@ class SimStord:
             parent = self._volume(source.volume_id)
             if source.snapshot_id not in parent.snapshots:
                 raise NotFound("no such snapshot")
-        volume = SimVolume(params.meta.generation, backend.size_bytes, backend)
+        volume = SimVolume(params.meta.generation, backend.size_bytes, backend, key=_key(backend))
         self.volumes[uid] = volume
         if source is not None and source.mode is stord.CloneMode.FULL:
             volume.creating = True
@@ -391,7 +397,7 @@ class SimStord:
             state=JobState.RUNNING,
             total_bytes=100,
         )
-        ends_at = self.now() + JOB_S[zlib.crc32(job_id.encode()) % len(JOB_S)]
+        ends_at = self.now() + self.job_s[zlib.crc32(job_id.encode()) % len(self.job_s)]
         self.jobs[job_id] = SimJob(info, ends_at, effect)
         return info
 
@@ -399,7 +405,7 @@ class SimStord:
         """Let jobs end whose time has come; some fail."""
         for job in list(self.jobs.values()):
             if job.info.state is JobState.RUNNING and job.ends_at <= self.now():
-                failing = zlib.crc32(job.info.job_id.encode()) % 7 == 0
+                failing = self.mishaps and zlib.crc32(job.info.job_id.encode()) % 7 == 0
                 self._end(job, JobState.FAILED if failing else JobState.DONE)
 
     def _end(self, job: SimJob, state: JobState) -> None:
@@ -455,6 +461,7 @@ class SimStord:
             class_name=volume.backend.class_name,
             pool=volume.backend.pool,
             backend=volume.backend,
+            encryption_key=volume.key,
         )
 
     def _attachment(self, vm_id: str, volume_id: str) -> stord.AttachmentInfo:
@@ -484,6 +491,10 @@ def _made(volume: SimVolume) -> None:
 
 def _same_place(one: stord.VolumeBackend, other: stord.VolumeBackend) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in PLACES)
+
+
+def _key(backend: stord.VolumeBackend) -> str:
+    return backend.encryption.key if backend.encryption is not None else ""
 
 
 def _source(backend: stord.VolumeBackend) -> object:

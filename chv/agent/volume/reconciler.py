@@ -164,7 +164,8 @@ class VolumeReconciler(SimpleReconciler):
     async def _busy(self, stored: StoredObject, seen: stord.VolumeInfo) -> Outcome:
         progress = await self._progress(seen)
         await self.progress(f"waits for {progress or 'a job'}")
-        await self._show(stored, seen, condition("Ready", True, "Busy", progress), progress)
+        ready = condition("Ready", False, "Busy", f"waits for {progress or 'a job'}")
+        await self._show(stored, seen, ready, progress)
         return BUSY
 
     async def _refuse_failed_job(self) -> None:

@@ -182,7 +182,8 @@ async def test_what_is_fixed_at_creation_does_not_change() -> None:
     async with open_bench() as bench:
         await bench.apply(*everything())
         for changed, field in (
-            (volume(format="qcow2"), "spec.format"),
+            (volume(source={"image": "tiny"}), "spec.source"),
+            (volume(accessMode="ReadOnlyMany", source={"image": "tiny"}), "spec.source"),
             (volume(size="32Mi"), "spec.size"),
             (network(subnet="10.8.0.0/24"), "spec.subnet"),
         ):
@@ -191,13 +192,19 @@ async def test_what_is_fixed_at_creation_does_not_change() -> None:
 
 
 @simulated
-async def test_disks_and_nics_change_only_while_the_vm_is_stopped() -> None:
+async def test_nics_change_only_while_the_vm_is_stopped_and_disks_at_once() -> None:
     async with open_bench() as bench:
         reply = await bench.apply(*everything())
         await bench.final(reply.results[-1].operation_id)
-        error = await refused(bench, FailedPrecondition, vm(disks=[]))
-        assert error.field == "spec.disks"
+        error = await refused(bench, FailedPrecondition, vm(interfaces=[]))
+        assert error.field == "spec.interfaces"
         assert "chv stop web" in error.hint
+        process = bench.process()
+        reply = await bench.apply(vm(disks=[]))
+        await bench.final(reply.results[0].operation_id)
+        assert process is not None
+        assert bench.process() is process
+        assert process.disks == {}
         await bench.final((await bench.act("stop", force=True)).id)
         reply = await bench.apply(vm(disks=[], interfaces=[], runStrategy="Always"))
         await bench.final(reply.results[0].operation_id)
@@ -234,17 +241,14 @@ async def test_an_mtu_changes_only_while_no_vm_runs_on_the_network() -> None:
 
 
 @simulated
-async def test_a_volume_grows_only_while_its_vm_is_stopped() -> None:
+async def test_a_volume_grows_under_its_running_vm() -> None:
     async with open_bench() as bench:
         reply = await bench.apply(*everything())
         await bench.final(reply.results[-1].operation_id)
-        error = await refused(bench, FailedPrecondition, volume(size="128Mi"))
-        assert "chv stop web" in error.hint
-        await bench.final((await bench.act("stop", force=True)).id)
         reply = await bench.apply(volume(size="128Mi"))
         assert (await bench.final(reply.results[0].operation_id)).state == "Succeeded"
         (grown,) = bench.machine.host.stord.volumes.values()
-        assert grown.size_bytes == 128 << 20
+        assert grown.backend.size_bytes == 128 << 20
 
 
 @simulated
