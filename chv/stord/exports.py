@@ -103,6 +103,10 @@ class RunDirectory:
         moving.chmod(SOCKET_MODE)
         moving.rename(final)
 
+    def moving(self, volume_ids: list[str]) -> frozenset[str]:
+        """Return those of the volumes that have a socket on its way to its VMM-facing path."""
+        return frozenset(item for item in volume_ids if os.path.lexists(self._moving(item)))
+
     def has_primed(self, volume_ids: list[str]) -> frozenset[str]:
         """Return those of the volumes that have an export for their proxy."""
         return frozenset(item for item in volume_ids if os.path.lexists(self.primed(item)))

@@ -43,8 +43,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     exports: frozenset[str] = frozenset()
     # Volume ids whose VMM-facing path exists.
     paths: frozenset[str] = frozenset()
-    # Those whose proxy lives, and those of which a proxy was meant to live.
+    # Those whose proxy lives, those with a socket on its way to its VMM-facing path, and those of
+    # which a proxy was meant to live.
     proxies: frozenset[str] = frozenset()
+    unplaced: frozenset[str] = frozenset()
     proxy_remains: frozenset[str] = frozenset()
     # Those whose primed export stands where their proxy looks for it.
     primed: frozenset[str] = frozenset()
@@ -53,7 +55,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unpublish(msgspec.Struct, frozen=True, tag=True):
-    """Remove the VMM-facing path."""
+    """Remove the VMM-facing path, and a socket that was on its way to it."""
 
     volume_id: str
 
@@ -186,7 +188,8 @@ def _fronts(desired: Desired, observed: Observed, kept: frozenset[str]) -> froze
 def _is_fronted(item: Wanted, observed: Observed) -> bool:
     """Tell whether a live proxy listens where the VMM looks, or where one may be using it."""
     reachable = item.volume_id in observed.paths or item.published
-    return item.volume_id in observed.proxies and reachable
+    placed = item.volume_id not in observed.unplaced
+    return item.volume_id in observed.proxies and placed and reachable
 
 
 def _removals(
@@ -195,7 +198,7 @@ def _removals(
     steps: list[Step] = []
     for volume_id in volume_ids:
         if volume_id not in fronts:
-            if volume_id in observed.paths:
+            if volume_id in observed.paths | observed.unplaced:
                 steps.append(Unpublish(volume_id))
             if volume_id in observed.proxy_remains:
                 steps.append(StopProxy(volume_id))

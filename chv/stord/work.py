@@ -121,6 +121,7 @@ class Work:
             alive=alive,
             paths=self.run.published(volume_ids),
             proxies=await self._proxies.alive(),
+            unplaced=self.run.moving(volume_ids),
             proxy_remains=self._proxies.meant(),
             primed=self.run.has_primed(volume_ids),
             remains=self.run.remains() or bool(self._backend.worker_id),
@@ -328,21 +329,24 @@ class Work:
 
         If no VMM has had anything of it, it is killed; else that is up to the pulses.
         """
+        late: DeadlineExceeded
         try:
             await luks.add_locked(monitor, self._parts.layout, disk, graph.chain(disk))
+            return
         except DeadlineExceeded as error:
-            spec = self._parts.records.volumes[disk.volume_id].backend
-            place = spec.nbd or spec.iscsi or spec.rbd
-            if place is None:
-                raise
-            message = f"{spec.class_name.value} server {allow.remote_of(place)} does not answer"
-            worker = self._backend.worker
-            rows = self._parts.records.of_vm(self._vm_id)
-            if worker is None or any(row.published for row in rows):
-                raise DeadlineExceeded(message, resource=disk.volume_id) from error
-            await self._parts.provider.kill(worker, signal.SIGKILL)
-            await wait_gone(worker)
-            raise Unavailable(message, resource=disk.volume_id) from error
+            late = error
+        spec = self._parts.records.volumes[disk.volume_id].backend
+        place = spec.nbd or spec.iscsi or spec.rbd
+        if place is None:
+            raise late
+        message = f"{spec.class_name.value} server {allow.remote_of(place)} does not answer"
+        worker = self._backend.worker
+        rows = self._parts.records.of_vm(self._vm_id)
+        if worker is None or any(row.published for row in rows):
+            raise DeadlineExceeded(message, resource=disk.volume_id) from late
+        await self._parts.provider.kill(worker, signal.SIGKILL)
+        await wait_gone(worker)
+        raise Unavailable(message, resource=disk.volume_id) from late
 
     @staticmethod
     async def _add_group(monitor: Monitor, disk: graph.Disk) -> None:
