@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from chv.cli import connect, manifests, operations, output, tables
+from chv.cli.deletion import in_rounds
 from chv.common.errors import InvalidArgument, NotFound
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
@@ -94,29 +95,38 @@ def delete(arguments: argparse.Namespace) -> int:
     timeout_s = operations.seconds(arguments.timeout)
     targets = _targets(arguments)
     with connect.client(arguments.socket) as client:
-        for kind, namespace, name in targets:
-            target = operations.label(kind, name, namespace)
-            request = agent.DeleteObject(
-                kind=kind,
-                name=name,
-                namespace=namespace,
-                requester=connect.requester(),
-                reason=arguments.reason,
-            )
-            try:
-                operation = client.call(agent.DELETE, request).operation
-            except NotFound:
-                # Deleting a manifest twice is fine; naming one object that is not there is not.
-                if not (arguments.ignore_not_found or arguments.file):
-                    raise
-                output.note(f"{target} not found")
-                continue
-            if arguments.no_wait:
-                print(f"{target} deleting ({operation.id})")
-                continue
-            operations.wait(client, operation.id, timeout_s)
-            print(f"{target} deleted")
+        in_rounds(targets, lambda target: _delete(client, arguments, target, timeout_s))
     return 0
+
+
+def _delete(
+    client: BlockingClient,
+    arguments: argparse.Namespace,
+    target: tuple[str, str, str],
+    timeout_s: float,
+) -> None:
+    kind, namespace, name = target
+    words = operations.label(kind, name, namespace)
+    request = agent.DeleteObject(
+        kind=kind,
+        name=name,
+        namespace=namespace,
+        requester=connect.requester(),
+        reason=arguments.reason,
+    )
+    try:
+        operation = client.call(agent.DELETE, request).operation
+    except NotFound:
+        # Deleting a manifest twice is fine; naming one object that is not there is not.
+        if not (arguments.ignore_not_found or arguments.file):
+            raise
+        output.note(f"{words} not found")
+        return
+    if arguments.no_wait:
+        print(f"{words} deleting ({operation.id})")
+        return
+    operations.wait(client, operation.id, timeout_s)
+    print(f"{words} deleted")
 
 
 def _targets(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:

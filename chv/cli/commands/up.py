@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 
 from chv.cli import connect, operations, output
+from chv.cli.deletion import in_rounds
 from chv.common.errors import ChvError, Conflict, Unavailable
 from chv.common.process.foreground import run_foreground
 from chv.common.rpc.blocking import BlockingClient
@@ -80,15 +81,19 @@ async def _ready_for_purge(node: devnode.DevNode) -> None:
 def delete_everything(socket: Path, timeout_s: float) -> None:
     """Delete all objects in reverse order of creation and wait until they are gone."""
     with BlockingClient(socket) as client:
+        items: list[tuple[str, bytes]] = []
         for kind in reversed(APPLY_ORDER):
             try:
-                items = client.call(agent.LIST, agent.ListObjects(kind=kind)).items
+                found = client.call(agent.LIST, agent.ListObjects(kind=kind)).items
             except Unavailable as error:
                 output.note(f"{kind} objects are not deleted: {error.message}")
                 return
-            pending = [_delete(client, kind, item) for item in items]
-            for operation_id in pending:
-                operations.wait(client, operation_id, timeout_s)
+            items += [(kind, bytes(item)) for item in found]
+        pending: list[str] = []
+        # A VM goes before its volumes: what waits for another is accepted once that is going.
+        in_rounds(items, lambda item: pending.append(_delete(client, *item)))
+        for operation_id in pending:
+            operations.wait(client, operation_id, timeout_s)
 
 
 def _delete(client: BlockingClient, kind: str, item: bytes) -> str:
