@@ -138,7 +138,7 @@ async def test_a_missing_image_below_a_volume_is_named_with_its_remedy(node: Nod
 
 
 async def test_a_read_only_file_system_is_named_with_its_remedy() -> None:
-    async with open_node(start=False) as node:
+    async with open_node(start=False, storage="space_critical_bytes = 0") as node:
         volumes = node.layout.volume("x").parent
         with mounted_tmpfs(volumes, "8m"):
             await node.start()

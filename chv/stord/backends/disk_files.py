@@ -229,9 +229,10 @@ def inspect(disk: Path, home: Path, spec: VolumeBackend) -> Inspection:
     """Look at the disk of a volume that is described in `home`."""
     try:
         status = disk.lstat()
-    except FileNotFoundError:
+        home.lstat()  # made last: without it the volume was never whole
+    except FileNotFoundError as error:
         return Inspection(
-            location=str(disk), state="missing", problem=f"{str(disk)!r} does not exist"
+            location=str(disk), state="missing", problem=f"{str(error.filename)!r} does not exist"
         )
     try:
         size_bytes = virtual_size_bytes(disk, spec.format, encrypted=spec.encryption is not None)
