@@ -87,12 +87,10 @@ async def _boot(directory: Path, timeout_s: float) -> tuple[int, str]:
     socket, console = directory / "fs.sock", directory / "console"
     console.touch()
     serve = [virtiofsd(), f"--socket-path={socket}", "-o", "source=/,sandbox=chroot,cache=always"]
-    quiet = subprocess.DEVNULL
-    server = subprocess.Popen(serve, stdout=quiet, stderr=quiet)
-    processes = [server]
+    processes = [_started(serve)]
     try:
         await wait_until(socket.exists, what="virtiofsd")
-        processes.append(subprocess.Popen(_argv(directory, socket, console)))
+        processes.append(_started(_argv(directory, socket, console)))
         qemu = processes[-1]
         await wait_until(lambda: qemu.poll() is not None, timeout_s=timeout_s, what="the guest")
     finally:
@@ -116,3 +114,7 @@ def _argv(directory: Path, socket: Path, console: Path) -> list[str]:
         "-device", "vhost-user-fs-pci,chardev=fs,tag=root",
         "-drive", f"if=virtio,format=raw,file={directory / 'disk'}",
     ]  # fmt: skip
+
+
+def _started(argv: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

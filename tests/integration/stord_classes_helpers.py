@@ -100,7 +100,7 @@ async def nbd_server(
         ["-k", str(where)] if isinstance(where, Path) else ["-b", "127.0.0.1", "-p", f"{where}"]
     )
     argv = ["qemu-nbd", "-f", "raw", "-x", export, "-e", "8", "-t", *address, str(file)]
-    process = subprocess.Popen(argv)
+    process = _started(argv)
     try:
         await wait_until(lambda: _listens(where), what="the NBD server")
         yield process
@@ -165,11 +165,7 @@ async def iscsi_target(directory: Path, name: str) -> AsyncIterator[int]:
         stream.truncate(SIZE_BYTES)
     port = free_port()
     control = port % 32000  # tgtadm takes it for a short integer
-    process = subprocess.Popen(
-        ["tgtd", "-f", "-C", str(control), "--iscsi", f"portal=127.0.0.1:{port}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = _started(["tgtd", "-f", "-C", f"{control}", "--iscsi", f"portal=127.0.0.1:{port}"])
     try:
         new = ["--op", "new", "--mode", "target", "--tid", "1", "-T", name]
         await wait_until(lambda: _tgtadm(control, *new), what="tgtd")
@@ -239,12 +235,12 @@ def ceph_cluster(directory: Path) -> Iterator[Path]:
             ("ceph-osd", "-c", f"{conf}", "-i", "0"),
         )
         _do(*mon, "--mkfs", "--monmap", monmap, "--keyring", keyring)
-        daemons.append(_daemon(*mon))
+        daemons.append(_started([*mon, "-f"]))
         _do("ceph", "-c", f"{conf}", "auth", "import", "-i", keyring)
         _do("ceph", "-c", f"{conf}", "osd", "new", osd_uid, "0")
         (directory / "osd").mkdir()
         _do(*osd, "--mkfs", "--no-mon-config", "--osd-uuid", osd_uid)
-        daemons.append(_daemon(*osd))
+        daemons.append(_started([*osd, "-f"]))
         _do("ceph", "-c", f"{conf}", "osd", "pool", "create", CEPH_POOL, "8")
         _do("rbd", "-c", f"{conf}", "pool", "init", CEPH_POOL)
         yield conf
@@ -273,6 +269,5 @@ def _do(*argv: str) -> None:
     subprocess.run(argv, check=True, capture_output=True, timeout=60)
 
 
-def _daemon(*argv: str) -> subprocess.Popen[bytes]:
-    out = subprocess.DEVNULL
-    return subprocess.Popen([*argv, "-f"], stdout=out, stderr=out)
+def _started(argv: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
