@@ -89,4 +89,4 @@ def begin_action(row: Volume, name: str) -> graph.Node:
 
 def is_persistent(row: Volume) -> bool:
     """Tell whether bitmaps of the top layer outlive the storage daemon."""
-    return row.top.number > 0 or row.backend.format.value == "qcow2"
+    return row.top.number != row.base or row.backend.format.value == "qcow2"

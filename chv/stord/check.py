@@ -119,7 +119,7 @@ class Checks:
         path = await anyio.to_thread.run_sync(self._path, row, number)
         if path is None:
             return Report()  # a server's: it answers for its own bytes
-        if number == 0 and row.backend.format is VolumeFormat.RAW:
+        if number == row.base and row.backend.format is VolumeFormat.RAW:
             return await anyio.to_thread.run_sync(_read_through, path, row, control)
         layer = graph.LayerNode(
             number=number,
@@ -153,7 +153,7 @@ class Checks:
 
     def _path(self, row: Volume, number: int) -> Path | None:
         """Return the file of a layer, without a look into it: it may be damaged."""
-        if number > 0:
+        if number != row.base:
             return self._disks.layer_path(row.volume_id, number)
         backend = self._disks.backend(row.backend)
         if isinstance(backend, FileBackend):

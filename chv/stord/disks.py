@@ -59,7 +59,7 @@ class Disks:
     def layer_path(self, volume_id: str, number: int) -> Path:
         """Return the file of an overlay, whether it exists or not; 0 is not one."""
         row = self._row(volume_id)
-        assert number > 0, "the base is the backend's"
+        assert number > 0, "the first base is the backend's"
         directory = self.backend(row.backend).directory(volume_id, row.backend)
         return directory / f"layer-{number}.qcow2"
 
@@ -87,7 +87,7 @@ class Disks:
     def layer(self, volume_id: str, number: int) -> graph.LayerNode:
         """Describe one of the volume's own layers."""
         row, backend = self._row(volume_id), self._row(volume_id).backend
-        if number == 0:
+        if number == row.base:
             base = self.backend(backend).protocol(volume_id, backend)
             layer_format = backend.format.value
         else:
@@ -112,6 +112,8 @@ class Disks:
         return tuple(self.layer(row.volume_id, layer.number) for layer in row.layers)
 
     def _below(self, row: Volume, depth: int) -> tuple[graph.LayerNode, ...]:
+        if row.flat:
+            return ()
         if _is_clone(row):
             return self._parents(row, depth)
         source = row.backend.source
@@ -241,7 +243,8 @@ class Disks:
 
 
 def _is_clone(row: Volume) -> bool:
-    return row.backend.snapshot is not None and row.backend.snapshot.mode is CloneMode.LINKED
+    source = row.backend.snapshot
+    return source is not None and source.mode is CloneMode.LINKED and not row.flat
 
 
 def local_paths(layers: tuple[graph.LayerNode, ...]) -> list[Path]:

@@ -112,6 +112,8 @@ class Volume(msgspec.Struct, frozen=True, kw_only=True):
     next_layer: int = 1
     snapshots: tuple[Snapshot, ...] = ()
     change: LayerChange | None = None
+    # It was moved: the base holds all data and needs nothing of what `backend` says it began as.
+    flat: bool = False
     # For a volume that is a backup's source: target of the last backup, its number, and the bitmap
     # that holds what changed since then; empty: nobody knows.
     backup_target: str = ""
@@ -127,6 +129,11 @@ class Volume(msgspec.Struct, frozen=True, kw_only=True):
         if self.old_key and not self.new_key_added:
             return self.old_key
         return "" if self.backend.encryption is None else self.backend.encryption.key
+
+    @property
+    def base(self) -> int:
+        """Number of the layer that the volume's class makes: 0 until the volume is moved."""
+        return self.layers[0].number
 
     @property
     def top(self) -> Layer:
@@ -264,6 +271,7 @@ class Records:
             if row.backend.snapshot is not None
             and row.backend.snapshot.volume_id == volume_id
             and row.backend.snapshot.mode is CloneMode.LINKED
+            and not row.flat
             and snapshot_id in ("", row.backend.snapshot.snapshot_id)
         ]
 

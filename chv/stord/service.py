@@ -6,14 +6,12 @@ the other; the VM's lock is always taken after it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import anyio.to_thread
 
-from chv.common.errors import ChvError, InvalidArgument, Unsupported
+from chv.common.errors import ChvError, InvalidArgument
 from chv.common.process import run
-from chv.common.rpc import CallContext, Method, Server
+from chv.common.rpc import CallContext, Server
 from chv.common.wire import stord as wire
 from chv.common.wire.types import (
     CENSUS,
@@ -73,7 +71,8 @@ class Service:
         self._fills.register(FillKind.CLONE, Copies(parts).fill)
         self._work = WorkService(keeper, self._locks, jobs, self._fills)
         self._runners |= self._work.runners()
-        keeper.settle = self._snapshots.settle_vm
+        self._volumes.rekeys = self._work.rekeys
+        keeper.settle = self._settle_vm
 
     def register(self, server: Server) -> None:
         """Add every handler but Hello's."""
@@ -92,10 +91,10 @@ class Service:
         self._reports.register(server)
         self._snapshots.register(server)
         self._work.register(server)
-        for method in (
-            wire.MOVE_VOLUME,
-        ):
-            server.add(method, _not_there(method))
+
+    async def _settle_vm(self, vm_id: str) -> None:
+        await self._snapshots.settle_vm(vm_id)
+        await self._work.moves.settle_vm(vm_id)
 
     async def restore(self) -> None:
         """Re-read the world: what was cut short, then every storage daemon."""
@@ -108,6 +107,7 @@ class Service:
         await self._snapshots.settle_detached()
         await self._keeper.adopt()
         await anyio.to_thread.run_sync(self._snapshots.overlays.sweep)
+        await self._work.rekeys.finish_all()
         await self._jobs.resume(self._runners)
 
     # --- volumes
@@ -229,12 +229,3 @@ async def probe_binary() -> Feature:
         return Feature(name=graph.BINARY, present=False, detail=str(error))
     line = completed.stdout.decode(errors="replace").splitlines()[0]
     return Feature(name=graph.BINARY, present=True, detail=line.rpartition("version ")[2])
-
-
-def _not_there(method: Method[Any, Any]) -> Any:
-    """TEMPORARY while the storage work lands: every handler replaces its own line."""
-
-    async def refuse(_request: Any) -> Any:
-        raise Unsupported(f"{method.name} is not there yet")
-
-    return refuse

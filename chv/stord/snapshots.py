@@ -336,7 +336,7 @@ class Snapshots:
         )
 
     async def _allocated_bytes(self, row: Volume, number: int) -> int:
-        if number == 0:
+        if number == row.base:
             backend = self._parts.disks.backend(row.backend)
             return (await backend.inspect(row.volume_id, row.backend)).allocated_bytes
         try:

@@ -13,7 +13,9 @@ from chv.stord.filling import FillKind, Fills
 from chv.stord.jobs import Jobs, Runner
 from chv.stord.keeper import Keeper
 from chv.stord.locks import KeyedLocks
+from chv.stord.move import Moves
 from chv.stord.offline import Offline
+from chv.stord.rekey import Rekeys
 from chv.stord.restore import Restores
 
 
@@ -27,13 +29,16 @@ class WorkService:
         benches = Benches(keeper, self.offline)
         self.backups = Backups(parts, jobs, locks, benches)
         self.checks = Checks(parts, jobs)
+        self.moves = Moves(keeper, jobs, locks, benches)
         self.restores = Restores(parts)
+        self.rekeys = Rekeys(parts, benches)
         fills.register(FillKind.BACKUP, self.restores.fill)
 
     def register(self, server: Server) -> None:
         """Add the handlers."""
         server.add(wire.BACKUP_VOLUME, self.backup_volume)
         server.add(wire.CHECK_VOLUME, self.check_volume)
+        server.add(wire.MOVE_VOLUME, self.move_volume)
 
     def runners(self) -> dict[wire.JobKind, Runner]:
         """Return what goes on with jobs that a restart cut short."""
@@ -41,6 +46,7 @@ class WorkService:
             wire.JobKind.BACKUP: self.backups.run,
             wire.JobKind.CHECK: self.checks.run,
             wire.JobKind.REPAIR: self.checks.run,
+            wire.JobKind.MOVE: self.moves.run,
         }
 
     async def sweep(self) -> None:
@@ -56,3 +62,8 @@ class WorkService:
         """See the wire."""
         async with self._locks.hold(request.volume_id):
             return await self.checks.begin(request)
+
+    async def move_volume(self, request: wire.MoveVolume) -> wire.JobInfo:
+        """See the wire."""
+        async with self._locks.hold(request.volume_id):
+            return await self.moves.begin(request)

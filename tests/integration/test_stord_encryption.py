@@ -10,8 +10,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from chv.common.errors import ChvError, NotFound, PermissionDenied
-from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node
+from chv.common.errors import ChvError, FailedPrecondition, NotFound, PermissionDenied
+from chv.common.wire import stord as wire
+from tests.integration.stord_helpers import IDS, MIB, Node, meta, needs_qsd, open_node
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
@@ -161,6 +162,67 @@ async def test_an_encrypted_volume_starts_as_its_image(node: Node, format: str) 
     assert not any(
         TEXT[:64] in path.read_bytes() for path in files_below(node.layout.volume(volume))
     )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("attached", [True, False])
+async def test_a_rotated_key_opens_the_volume_and_the_old_one_does_not(
+    node: Node, format: str, attached: bool
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.open(volume, format=format, key="default/disk")
+    info = await node.attach(volume, vm)
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.write(8, TEXT) == 0
+        disk.flush()
+    if not attached:
+        await node.detach(volume, vm)
+    for generation, key in ((2, "default/other"), (3, "default/disk"), (4, "default/other")):
+        await node.open(volume, format=format, key=key, generation=generation)
+    if attached:
+        with VhostDisk(Path(info.export_path)) as disk:
+            assert disk.read(8, len(TEXT)) == TEXT
+            assert disk.write(16, TEXT) == 0
+        await node.detach(volume, vm, generation=4)
+    node.add_key("default/disk", b"nobody needs the old key any more")
+    info = await node.attach(volume, vm, generation=4)
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.read(8, len(TEXT)) == TEXT
+    await node.detach(volume, vm, generation=4)
+    node.add_key("default/other", KEY)
+    with pytest.raises(PermissionDenied, match="does not open"):
+        await node.attach(volume, vm, generation=4)
+
+
+async def test_a_rotation_reaches_every_layer(node: Node) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.open(volume, format="qcow2", key="default/disk")
+    info = await node.attach(volume, vm)
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.write(8, TEXT) == 0
+        disk.flush()
+    snapshot = wire.CreateSnapshot(
+        meta=meta(), snapshot_id=IDS.uid(), volume_ids=[volume], vm_id=vm
+    )
+    async with node.client() as client:
+        await client.call(wire.CREATE_SNAPSHOT, snapshot)
+    with pytest.raises(FailedPrecondition, match="frozen layers"):
+        await node.open(volume, format="qcow2", key="default/other", generation=2)
+    await node.detach(volume, vm)
+    await node.open(volume, format="qcow2", key="default/other", generation=2)
+    node.add_key("default/disk", b"nobody needs the old key any more")
+    info = await node.attach(volume, vm, generation=2)
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.read(8, len(TEXT)) == TEXT
+
+
+async def test_a_rotation_to_a_key_that_is_not_there_changes_nothing(node: Node) -> None:
+    volume = IDS.uid()
+    await node.open(volume, key="default/disk")
+    with pytest.raises(NotFound, match="default/absent"):
+        await node.open(volume, key="default/absent", generation=2)
+    assert (await node.get(volume)).generation == 1
+    await node.attach(volume, IDS.uid())
 
 
 async def test_a_damaged_header_is_data_loss_that_names_the_file(node: Node) -> None:

@@ -86,6 +86,16 @@ class Backend(Protocol):
     def lock_path(self, volume_id: str) -> Path:
         """Return the file whose lock means use of the volume."""
 
+    # A move: the volume is there, its bytes come to another place.
+    async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Make an empty base for a volume that has its directory; InUse where one is there."""
+
+    async def drop_base(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Remove a base and nothing else of the volume; fine when there is none."""
+
+    def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
+        """Give the base alone to a storage uid, whoever holds the lock; 0 takes it back."""
+
 
 def space_of(free_bytes: int, total_bytes: int, storage: StorageConfig) -> Space:
     """Judge what is left by the thresholds of the configuration."""

@@ -47,6 +47,13 @@ class OnDevice(Elsewhere):
                 self._put_node(volume_id, spec, uid)
             os.chown(lock, uid, uid, follow_symlinks=False)
 
+    def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
+        """Give our node of the device to a storage uid; 0 takes it back."""
+        if uid == 0:
+            devices.drop_node(self._layout.device(volume_id))
+        else:
+            self._put_node(volume_id, spec, uid)
+
     def _put_node(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
         self.permit(spec)
         device = self.device(volume_id, spec)

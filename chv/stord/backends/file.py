@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -26,6 +27,7 @@ from chv.common.errors import (
     ResourceExhausted,
 )
 from chv.common.failpoint import failpoint
+from chv.common.files import ensure_dir
 from chv.common.layout import Layout
 from chv.common.paths import resolve_inside
 from chv.common.process import CommandFailed, run
@@ -252,6 +254,38 @@ class FileBackend:
         locked = spec.encryption is not None
         disk_files.virtual_size_bytes(path, spec.format, encrypted=locked)
         return disk_files.protocol(path, self._aio)
+
+    # --- a move
+    async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Make an empty disk beside whatever there is of the volume."""
+        home, directory = self.home(volume_id), self.directory(volume_id, spec)
+        disk = self.disk_path(volume_id, spec)
+        if disk.exists() or (directory != home and directory.exists()):
+            raise OwnershipConflict(
+                f"{str(directory)!r} holds something that no record explains; left alone",
+                resource=volume_id,
+                hint="move it away",
+            )
+        await anyio.to_thread.run_sync(partial(ensure_dir, directory, mode=0o711))
+        try:
+            await self._build(disk, spec)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.drop_base(volume_id, spec)
+            raise
+
+    async def drop_base(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Remove the disk, and the volume's directory in a pool with it."""
+        directory = self.directory(volume_id, spec)
+        if directory != self.home(volume_id):
+            await anyio.to_thread.run_sync(disk_files.remove_volume, directory)
+        else:
+            disk = self.disk_path(volume_id, spec)
+            await anyio.to_thread.run_sync(partial(disk.unlink, missing_ok=True))
+
+    def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
+        """Give the disk to a storage uid."""
+        os.chown(self.disk_path(volume_id, spec), uid, uid, follow_symlinks=False)
 
     def sweep(self) -> list[str]:
         """Remove what was being built or removed when stord died; only under its lock."""

@@ -147,6 +147,20 @@ class Elsewhere(ABC):
             await self.discard(volume_id, spec)
         await anyio.to_thread.run_sync(disk_files.remove_volume, directory)
 
+    async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Find or make the bytes for a volume that comes from elsewhere."""
+        async with self._making:
+            await anyio.to_thread.run_sync(self._refuse_shared, volume_id, spec)
+            await self.prepare(volume_id, spec)
+
+    async def drop_base(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Forget the bytes; remove them if we made them."""
+        await self.discard(volume_id, spec)
+
+    def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
+        """Give the bytes to a storage uid; a server lets in whom it does anyway."""
+        self.permit(spec)
+
     async def extend_device(self, volume_id: str, spec: VolumeBackend) -> None:
         """Make room for an online growth: here the owner of the bytes must have made it."""
         found = await self.inspect(volume_id, spec)

@@ -55,14 +55,16 @@ class Monitor:
     def __init__(self, client: QMPClient) -> None:
         self._client = client
 
-    async def call(self, command: str, arguments: Node | None = None) -> object:
+    async def call(
+        self, command: str, arguments: Node | None = None, *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> object:
         """Execute one command; every failure is one of ours."""
         try:
-            with anyio.fail_after(CALL_TIMEOUT_S):
+            with anyio.fail_after(timeout_s):
                 return await self._client.execute(command, arguments)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the storage daemon did not answer {command} within {CALL_TIMEOUT_S} s"
+                f"the storage daemon did not answer {command} within {timeout_s:g} s"
             ) from error
         except ExecuteError as error:
             raise translate(command, str(error)) from error
