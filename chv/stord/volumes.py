@@ -35,7 +35,7 @@ from chv.common.wire.stord import (
 from chv.stord import limits as limit_rules
 from chv.stord.backends import disk_files
 from chv.stord.backends.base import Backend
-from chv.stord.clones import users_of
+from chv.stord.clones import refuse_used
 from chv.stord.enlarge import enlarge_overlay
 from chv.stord.filler import Filler
 from chv.stord.filling import kind_of
@@ -212,7 +212,7 @@ class Volumes:
         log.info("volume_grown", volume_id=row.volume_id, size_bytes=row.backend.size_bytes)
 
     async def _enlarge(self, row: Volume) -> None:
-        if row.top.number:
+        if len(row.layers) > 1:
             await enlarge_overlay(self._parts, row)
         else:
             await self._backend(row.backend).grow(row.volume_id, row.backend)
@@ -250,7 +250,7 @@ class Volumes:
             return
         check_generation(row, generation)
         self._refuse_held(volume_id)
-        self._refuse_parent(volume_id)
+        refuse_used(self._records, volume_id)
         await self._filler.abandon(row)
         await self._put(row, state=VolumeState.DELETING)
         await failpoint("stord.delete.after_intent")
@@ -275,14 +275,6 @@ class Volumes:
                 f"volume {volume_id} is attached to VM {held.vm_id}",
                 resource=volume_id,
                 hint="detach it first",
-            )
-
-    def _refuse_parent(self, volume_id: str) -> None:
-        if users := users_of(self._records, volume_id):
-            raise InUse(
-                f"volumes {', '.join(users)} rest on snapshots of volume {volume_id}",
-                resource=volume_id,
-                hint="delete those clones first",
             )
 
     def _refuse_busy_parent(self, spec: VolumeBackend) -> None:

@@ -56,15 +56,16 @@ class Monitor:
         self._client = client
 
     async def call(
-        self, command: str, arguments: Node | None = None, *, timeout_s: float = CALL_TIMEOUT_S
+        self, command: str, arguments: Node | None = None, *, timeout_s: float = 0.0
     ) -> object:
         """Execute one command; every failure is one of ours."""
         try:
-            with anyio.fail_after(timeout_s):
+            with anyio.fail_after(timeout_s or CALL_TIMEOUT_S):
                 return await self._client.execute(command, arguments)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the storage daemon did not answer {command} within {timeout_s:g} s"
+                f"the storage daemon did not answer {command} within"
+                f" {timeout_s or CALL_TIMEOUT_S:g} s"
             ) from error
         except ExecuteError as error:
             raise translate(command, str(error)) from error
