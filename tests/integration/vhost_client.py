@@ -47,6 +47,8 @@ class VhostDisk:
         self._memory_fd = os.memfd_create("guest")
         os.ftruncate(self._memory_fd, MEMORY_BYTES)
         self._memory = mmap.mmap(self._memory_fd, MEMORY_BYTES)
+        # Indices that the other side reads or writes at any moment: never half.
+        self._words = memoryview(self._memory).cast("H")
         self._kick = os.eventfd(0)
         self._call = os.eventfd(0)
         self._count = 0
@@ -64,6 +66,7 @@ class VhostDisk:
         tb: TracebackType | None,
     ) -> None:
         self._sock.close()
+        self._words.release()
         self._memory.close()
         for fd in (self._memory_fd, self._kick, self._call):
             os.close(fd)
@@ -160,9 +163,9 @@ class VhostDisk:
     def _submit(self) -> None:
         struct.pack_into("<H", self._memory, AVAILABLE + 4 + 2 * (self._count % QUEUE_SIZE), 0)
         self._count += 1
-        struct.pack_into("<H", self._memory, AVAILABLE + 2, self._count & 0xFFFF)
+        self._words[AVAILABLE // 2 + 1] = self._count & 0xFFFF
         os.eventfd_write(self._kick, 1)
-        while struct.unpack_from("<H", self._memory, USED + 2)[0] != self._count & 0xFFFF:
+        while self._words[USED // 2 + 1] != self._count & 0xFFFF:
             ready, _, _ = select.select([self._call], [], [], TIMEOUT_S)
             assert ready, "the request never completed"
             os.eventfd_read(self._call)
