@@ -13,7 +13,7 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
-from chv.common.errors import ChvError, FailedPrecondition, NotFound
+from chv.common.errors import ChvError, FailedPrecondition, InUse, NotFound
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import SnapshotSource
 from chv.stord import layers
@@ -39,6 +39,16 @@ def users_of(records: Records, volume_id: str, snapshot_id: str = "") -> list[st
         and snapshot_id in ("", source.snapshot_id)
     ]
     return sorted({*records.clones(volume_id, snapshot_id), *copies})
+
+
+def refuse_used(records: Records, volume_id: str) -> None:
+    """Raise InUse where another volume needs this one."""
+    if users := users_of(records, volume_id):
+        raise InUse(
+            f"volumes {', '.join(users)} rest on snapshots of volume {volume_id}",
+            resource=volume_id,
+            hint="delete those clones first",
+        )
 
 
 def _parent(records: Records, source: SnapshotSource) -> Volume:

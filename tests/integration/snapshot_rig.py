@@ -22,6 +22,8 @@ from chv.common.rpc import Method
 from chv.common.wire import stord as wire
 from chv.common.wire.types import Empty
 from tests.helpers import wait_until
+from tests.integration import vhost_client
+from tests.integration.inflight_client import InflightDisk
 from tests.integration.stord_helpers import IDS, MIB, Node, meta
 from tests.integration.vhost_client import VhostDisk
 
@@ -247,6 +249,18 @@ class Writer(threading.Thread):
     ) -> None:
         self._ending.set()
         self.join(30)
+
+
+class DeepDisk(InflightDisk):
+    """A master with several requests in flight on an export without in-flight tracking."""
+
+    def _negotiate(self) -> None:
+        self._send(vhost_client.SET_OWNER)
+        (features,) = struct.unpack("<Q", self._ask(vhost_client.GET_FEATURES)[0])
+        self._ask(vhost_client.GET_PROTOCOL_FEATURES)
+        self._send(vhost_client.SET_PROTOCOL_FEATURES, struct.pack("<Q", 0))
+        accepted = vhost_client.VERSION_1 | vhost_client.PROTOCOL_FEATURES | vhost_client.FLUSH
+        self._send(vhost_client.SET_FEATURES, struct.pack("<Q", features & accepted))
 
 
 def layer_files(node: Node, volume_id: str) -> list[str]:

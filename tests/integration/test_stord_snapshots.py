@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -25,10 +26,12 @@ from chv.guest.tiny import load_tiny
 from chv.images import ImageStore, builtin, ensure_builtin
 from chv.stord.layers import LAYERS_MAX
 from tests.helpers import wait_until
+from tests.integration.inflight_client import StampedWriter
 from tests.integration.snapshot_rig import (
     CHUNKS,
     SIZE_BYTES,
     Content,
+    DeepDisk,
     Writer,
     call,
     cancel,
@@ -421,7 +424,8 @@ async def test_a_storage_daemon_that_is_killed_in_a_merge_loses_no_flushed_write
         os.kill(worker.pid, signal.SIGKILL)
 
         async def lost() -> bool:
-            return (await session(node, vm_id)).backend is not wire.BackendState.SERVING
+            now = await session(node, vm_id)
+            return now.backend is not wire.BackendState.SERVING or now.backend_pid != worker.pid
 
         await wait_until(lost, timeout_s=10)
         await node.recover(vm_id)
@@ -579,6 +583,42 @@ async def test_jobs_are_listed_and_an_unknown_one_is_not_found() -> None:
             await get_job(node, "op-none")
         with pytest.raises(FailedPrecondition):
             await cancel(node, job.job_id)
+
+
+# --- load
+@FORMATS
+async def test_a_merge_comes_to_its_end_under_a_guest_that_never_pauses(format: str) -> None:
+    """32 requests are always in flight; none fails, none is lost, none waits for long."""
+    async with open_node() as node:
+        volume_id, vm_id = IDS.uid(), IDS.uid()
+        await node.open(volume_id, format=format, size_bytes=256 * MIB)
+        path = Path((await node.attach(volume_id, vm_id)).export_path)
+        stop, writers = threading.Event(), list[StampedWriter]()
+
+        def guest() -> None:
+            with DeepDisk(path, 32) as disk:
+                writers.append(StampedWriter(disk, blocks=60_000))
+                writers[0].run(stop.is_set)
+                writers[0].verify()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.to_thread.run_sync, guest)
+            taken = []
+            for count in (500, 2000):
+                await wait_until(partial(_has_written, writers, count), timeout_s=30)
+                taken.append(await snapshot(node, [volume_id], vm_id))
+            for snapshot_id in taken:
+                assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
+            stop.set()
+        guest_saw = writers[0]
+        assert (guest_saw.errors, guest_saw.hung, guest_saw.bad) == (0, 0, 0)
+        assert guest_saw.disk.connections == 1
+        assert guest_saw.longest_gap_s < 3
+        await node.detach(volume_id, vm_id)
+
+
+def _has_written(writers: list[StampedWriter], count: int) -> bool:
+    return bool(writers) and writers[0].writes > count
 
 
 # --- a real guest
