@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
 import pytest
 
 from chv.common.errors import FailedPrecondition, OwnershipConflict, PermissionDenied
 from chv.common.wire import stord as wire
+from chv.common.wire.types import Empty
 from chv.stord import backup_files
 from tests.helpers import wait_until
+from tests.integration.storage_writer import BLOCK, content, write, writing
 from tests.integration.stord_helpers import (
     IDS,
     MIB,
@@ -33,7 +33,6 @@ from tests.integration.vhost_client import VhostDisk
 pytestmark = [pytest.mark.root, needs_qsd]
 FORMATS = ("raw", "qcow2")
 KEY = b"correct-horse-battery-staple-0123456789"
-BLOCK = 65536
 SIZE = 16 * MIB
 
 
@@ -76,23 +75,13 @@ async def back_up(
     return ended
 
 
-def write(disk: VhostDisk, block: int, data: bytes) -> None:
-    assert disk.write(block * BLOCK // 512, data.ljust(BLOCK, b"\0")) == 0
-
-
-def content(export: str) -> bytes:
-    with VhostDisk(Path(export)) as disk:
-        parts = [disk.read(n * 512 * 1024 // 512, 512 * 1024) for n in range(SIZE // 524288)]
-        return b"".join(parts)
-
-
-async def restored(node: Node, name: str = "one", sequence: int = 0, **options: str) -> bytes:
+async def restored(
+    node: Node, name: str = "one", sequence: int = 0, format: str = "qcow2", key: str = ""
+) -> bytes:
     """The content of a new volume that is made from a backup."""
     volume, vm = IDS.uid(), IDS.uid()
     source = wire.BackupSource(target=str(directory(node, name)), sequence=sequence)
-    await node.open(
-        volume, format=options.get("format", "qcow2"), backup=source, key=options.get("key", "")
-    )
+    await node.open(volume, format=format, backup=source, key=key)
     with anyio.fail_after(60):
         while (info := await node.get(volume)).state == "creating":
             await anyio.sleep(0.05)
@@ -102,34 +91,6 @@ async def restored(node: Node, name: str = "one", sequence: int = 0, **options: 
     await node.detach(volume, vm)
     await node.delete(volume)
     return data
-
-
-@contextmanager
-def writing(export: str) -> Iterator[VhostDisk]:
-    """A guest that writes block after block in the upper half, and fails the test on an error."""
-    stop, failures = threading.Event(), list[str]()
-    with VhostDisk(Path(export)) as disk:
-
-        def run() -> None:
-            number = 0
-            try:
-                while not stop.is_set():
-                    number += 1
-                    sector = (128 + number % 128) * BLOCK // 512
-                    assert disk.write(sector, number.to_bytes(8, "big") * 512) == 0
-                    assert disk.read(sector, 512) == number.to_bytes(8, "big") * 64
-            except AssertionError as error:
-                failures.append(f"request {number}: {error}")
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield disk
-        finally:
-            stop.set()
-            thread.join()
-    assert failures == []
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -212,7 +173,7 @@ def in_order(data: bytes) -> bool:
     """The writer's numbers go round: of one instant they have one seam at most."""
     numbers = [int.from_bytes(data[b * BLOCK : b * BLOCK + 8], "big") for b in range(128, 256)]
     order = [number for number in numbers[1:] + numbers[:1] if number]
-    seams = sum(1 for a, b in zip(order, order[1:], strict=False) if b != a + 1)
+    seams = sum(1 for a, b in pairwise(order) if b != a + 1)
     return seams <= 1
 
 
@@ -339,8 +300,8 @@ async def test_the_backup_of_an_encrypted_volume_is_encrypted(node: Node, format
         assert text[:24] not in path.read_bytes()
         assert KEY not in path.read_bytes()
     node.add_key("default/new", b"another-key-of-the-new-volume-1234")
-    for options in ({}, {"key": "default/new"}, {"key": "default/new", "format": "raw"}):
-        data = await restored(node, **options)
+    for key, made in (("", "qcow2"), ("default/new", "qcow2"), ("default/new", "raw")):
+        data = await restored(node, key=key, format=made)
         assert data[BLOCK : BLOCK + len(text)] == text
         assert data[2 * BLOCK : 2 * BLOCK + len(text)] == text
 
@@ -356,7 +317,7 @@ async def test_a_backup_that_was_changed_is_not_restored(node: Node) -> None:
     source = wire.BackupSource(target=str(directory(node)))
     await node.open(new, format="qcow2", backup=source)
     async with node.client() as client:
-        jobs = (await client.call(wire.LIST_JOBS, msgspec.convert({}, type=wire.Empty))).jobs
+        jobs = (await client.call(wire.LIST_JOBS, Empty())).jobs
     (job,) = [job for job in jobs if job.volume_id == new]
     ended = await node.job(job.job_id)
     assert ended.error is not None
