@@ -51,6 +51,10 @@ class Disks:
             return None
         return msgspec.json.decode(data, type=VolumeBackend)
 
+    async def sweep(self) -> None:
+        """Remove what creations cut short have left of volumes that no record has; at start."""
+        await self._backends.sweep(self._records.volumes)
+
     def lock_path(self, volume_id: str) -> Path:
         """Return the file whose lock means use of the volume."""
         row = self._row(volume_id)

@@ -102,6 +102,7 @@ class Service:
         await anyio.to_thread.run_sync(self._parts.tools.sweep)
         await self._work.sweep()
         await anyio.to_thread.run_sync(self._files.sweep)
+        await self._parts.disks.sweep()
         await self._parts.provider.sweep()
         await self._volumes.finish()
         await self._snapshots.settle_detached()

@@ -21,7 +21,7 @@ from chv.common.wire.stord import VolumeBackend, VolumeClass
 from chv.stord import allow
 from chv.stord.backends import devices, disk_files
 from chv.stord.backends.base import Inspection
-from chv.stord.backends.remote import Elsewhere, described, refuse_smaller, writable
+from chv.stord.backends.elsewhere import Elsewhere, described, refuse_smaller, writable
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 
 LVM_NODES = Path("/dev")

@@ -2,8 +2,9 @@
 
 Its name carries instance and uid, its tag the instance. What a logical volume held before must
 not come to a guest: a thin pool has to give out zeros, anything else is written over before the
-volume is there. How far that came is in `volumes/<uid>.zeroing`, so that it goes on after a kill
-or a deadline; a logical volume without that note and without a directory is never touched.
+volume is there. How far that came is in `wiping/<uid>` of the node's state, so that it goes on
+after a kill or a deadline; a logical volume without that note and without a directory is never
+touched.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ class LvmBackend(OnDevice):
         return f"chv_{self._layout.instance}"
 
     def _note(self, volume_id: str) -> Path:
-        directory = self._layout.volume(volume_id)
-        return directory.with_name(f"{directory.name}.zeroing")
+        return self._layout.state / "wiping" / volume_id
 
     # --- made, enlarged, removed
     async def prepare(self, volume_id: str, spec: VolumeBackend) -> None:

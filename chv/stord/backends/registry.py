@@ -7,15 +7,19 @@ there is Unsupported, as is one whose driver the storage daemon lacks (the backe
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 
+from chv.common import logs
 from chv.common.config import StorageConfig
-from chv.common.errors import Unsupported
+from chv.common.errors import ChvError, Unsupported
 from chv.common.layout import Layout
 from chv.common.wire.stord import VolumeBackend, VolumeClass
+from chv.stord.backends import lvm
 from chv.stord.backends.base import Backend
 from chv.stord.backends.file import FileBackend
 from chv.stord.tools import Tools
 
+log = logs.get(__name__)
 PACKAGE = "chv.stord.backends"
 
 
@@ -34,6 +38,18 @@ class Backends:
         if made is None:
             made = self._made[spec.class_name] = self._make(spec.class_name)
         return made
+
+    async def sweep(self, known: Collection[str]) -> None:
+        """Remove what creations cut short have left outside of the volumes' directories."""
+        if not self._storage.volume_groups:
+            return
+        try:
+            removed = await lvm.make(self._layout, self._storage).sweep(known)
+        except ChvError as error:
+            log.warning("sweep_failed", class_name=VolumeClass.LVM.value, error=error)
+            return
+        for name in removed:
+            log.info("logical_volume_swept", name=name, reason="it was never whole")
 
     def _make(self, class_name: VolumeClass) -> Backend:
         name = f"{PACKAGE}.{class_name.value}"

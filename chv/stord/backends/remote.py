@@ -1,6 +1,5 @@
-"""What the classes share whose bytes lie outside of the volume's directory, and their servers.
+"""Classes whose bytes a server has, reached by QEMU's own client.
 
-`Elsewhere` makes and removes the directory `volumes/<uid>/` and says who uses the same bytes.
 `probe` asks a server for a size through qemu-img under the tools uid, with a deadline: no server
 can hold stord up. Errors: Unavailable names server and class; Unsupported names the package.
 """
@@ -8,8 +7,7 @@ can hold stord up. Errors: Unavailable names server and class; Unsupported names
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 from pathlib import Path
 
 import anyio
@@ -21,9 +19,6 @@ from chv.common.config import StorageConfig
 from chv.common.errors import (
     ChvError,
     DeadlineExceeded,
-    FailedPrecondition,
-    InUse,
-    InvalidArgument,
     NotFound,
     PermissionDenied,
     Unavailable,
@@ -31,206 +26,18 @@ from chv.common.errors import (
 )
 from chv.common.layout import Layout
 from chv.common.process import CommandFailed, run
-from chv.common.wire.stord import AccessMode, VolumeBackend, VolumeClass, VolumeFormat
+from chv.common.wire.stord import VolumeBackend
 from chv.stord import acl, allow
 from chv.stord.backends import disk_files
-from chv.stord.backends.base import Inspection, Space
+from chv.stord.backends.base import Inspection
+from chv.stord.backends.elsewhere import Elsewhere, refuse_smaller
 from chv.stord.qsd.graph import Node
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 from chv.stord.tools import json_image
 
 EXTRA_PACKAGE = "qemu-block-extra"
 PROBE_TIMEOUT_S = 8.0
-# The storage daemon answers nothing while it opens a disk; longer than this and it is killed.
-OPEN_TIMEOUT_S = 10.0
 CONNECT_BY_ALL = 0o006
-REMOTE_CLASSES = (VolumeClass.NBD, VolumeClass.ISCSI, VolumeClass.RBD)
-
-
-class Elsewhere(ABC):
-    """A class whose volumes are a directory of ours and bytes in another place."""
-
-    class_name: VolumeClass
-    driver = ""
-    package = ""
-
-    def __init__(self, layout: Layout, storage: StorageConfig) -> None:
-        self._layout = layout
-        self._storage = storage
-        self._making = anyio.Lock()
-
-    # --- what a class says of itself
-    @abstractmethod
-    async def prepare(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Find or make the bytes, large enough; the volume has no directory yet."""
-
-    @abstractmethod
-    async def discard(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Remove the bytes if we made them; fine when there are none."""
-
-    @abstractmethod
-    async def inspect(self, volume_id: str, spec: VolumeBackend) -> Inspection:
-        """Look at the base."""
-
-    @abstractmethod
-    async def grow(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Make the base as large as the spec says."""
-
-    @abstractmethod
-    def protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
-        """Describe how the storage daemon reaches the bytes of the base."""
-
-    @abstractmethod
-    def grant(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
-        """Give the base and the lock to a storage uid; 0 takes them back."""
-
-    def same_bytes(self, _spec: VolumeBackend, _other: VolumeBackend) -> bool:
-        """Tell whether two descriptions of this class mean the same bytes."""
-        return False
-
-    # --- the same for all
-    async def check(self, spec: VolumeBackend) -> VolumeBackend:
-        """Return the spec, or raise; asked before anything is made."""
-        if getattr(spec, self.class_name.value) is None:
-            raise InvalidArgument(
-                f"class {self.class_name.value} needs `{self.class_name.value}`, its place",
-                field=f"backend.{self.class_name.value}",
-            )
-        if spec.source is not None:
-            raise Unsupported(
-                f"a volume of class {self.class_name.value} cannot start from an image",
-                field="backend.source",
-                hint="make it of class file, then move it there (MoveVolume)",
-            )
-        if spec.format is not VolumeFormat.RAW:
-            raise Unsupported(
-                f"class {self.class_name.value} holds raw data, not {spec.format.value}",
-                field="backend.format",
-                hint="format raw; its snapshots are qcow2 files of this node",
-            )
-        if spec.encryption is not None:
-            raise Unsupported(
-                f"class {self.class_name.value} does not encrypt",
-                field="backend.encryption",
-                hint="use class file, or encrypt in the guest",
-            )
-        await anyio.to_thread.run_sync(self.permit, spec)
-        return spec
-
-    @abstractmethod
-    def permit(self, spec: VolumeBackend) -> None:
-        """Raise PermissionDenied unless an allowlist has the place; asked at each use. Blocks."""
-
-    async def create(self, volume_id: str, spec: VolumeBackend) -> bool:
-        """Make the volume whole or not at all; False: it was there already and matches."""
-        directory = self.directory(volume_id, spec)
-        async with self._making:  # that nobody has the bytes holds until we have them
-            if await anyio.to_thread.run_sync(disk_files.matches, directory, spec):
-                return False
-            await anyio.to_thread.run_sync(self._refuse_shared, volume_id, spec)
-            await self.prepare(volume_id, spec)
-            try:
-                await anyio.to_thread.run_sync(make_directory, directory, spec)
-            except BaseException:
-                with anyio.CancelScope(shield=True):
-                    await self.discard(volume_id, spec)
-                raise
-        return True
-
-    async def delete(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Remove every trace; fine when there is none. A device that we did not make stays."""
-        directory = self.directory(volume_id, spec)
-        try:
-            with disk_files.exclusively(directory / "lock"):
-                await self.discard(volume_id, spec)
-        except NotFound:
-            await self.discard(volume_id, spec)
-        await anyio.to_thread.run_sync(disk_files.remove_volume, directory)
-
-    async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Find or make the bytes for a volume that comes from elsewhere."""
-        async with self._making:
-            await anyio.to_thread.run_sync(self._refuse_shared, volume_id, spec)
-            await self.prepare(volume_id, spec)
-
-    async def drop_base(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Forget the bytes; remove them if we made them."""
-        await self.discard(volume_id, spec)
-
-    def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
-        """Give the bytes to a storage uid; a server lets in whom it does anyway."""
-        self.permit(spec)
-
-    async def extend_device(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Make room for an online growth: here the owner of the bytes must have made it."""
-        found = await self.inspect(volume_id, spec)
-        refuse_smaller(found, spec)
-
-    async def space(self, _volume_id: str, _spec: VolumeBackend) -> Space | None:
-        """Return what is left for it; it has no meaning where the whole is ours already."""
-        return None
-
-    def directory(self, volume_id: str, _spec: VolumeBackend) -> Path:
-        """Return where overlays go."""
-        return self._layout.volume(volume_id)
-
-    def lock_path(self, volume_id: str) -> Path:
-        """Return the file whose lock means use of the volume."""
-        return self._layout.volume(volume_id) / "lock"
-
-    def _refuse_shared(self, volume_id: str, spec: VolumeBackend) -> None:
-        for other_id, other in described(self._layout):
-            if other_id != volume_id and self.overlaps(spec, other):
-                raise InUse(
-                    f"volume {other_id} has these bytes already",
-                    field=f"backend.{self.class_name.value}",
-                    hint="delete that volume first; delete keeps the data of this class",
-                )
-
-    def overlaps(self, spec: VolumeBackend, other: VolumeBackend) -> bool:
-        """Tell whether another volume of this node has some of the same bytes."""
-        return other.class_name is self.class_name and self.same_bytes(spec, other)
-
-
-def make_directory(directory: Path, spec: VolumeBackend) -> None:
-    """Make `lock` and `volume.json`; under its name the directory is whole."""
-    building = directory.with_name(directory.name + disk_files.NEW)
-    try:
-        disk_files.begin(building)
-        disk_files.finish(building, directory, spec)
-    except BaseException:
-        disk_files.remove_tree(building)
-        raise
-
-
-def described(layout: Layout) -> Iterator[tuple[str, VolumeBackend]]:
-    """Yield every volume that has a directory: id and description. Blocks."""
-    volumes = layout.volume("x").parent
-    for entry in volumes.iterdir() if volumes.is_dir() else ():
-        try:
-            data = (entry / "volume.json").read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        yield entry.name, msgspec.json.decode(data, type=VolumeBackend)
-
-
-def writable(spec: VolumeBackend) -> bool:
-    """Tell whether any VM may write to it."""
-    return spec.access is AccessMode.READ_WRITE_ONCE
-
-
-def refuse_smaller(found: Inspection, spec: VolumeBackend) -> None:
-    """Raise unless what was found is there and large enough."""
-    if found.state == "missing":
-        raise NotFound(found.problem, resource=found.location)
-    if found.state != "open":
-        raise Unavailable(found.problem, resource=found.location)
-    if found.size_bytes < spec.size_bytes:
-        raise FailedPrecondition(
-            f"{found.location} has {found.size_bytes} bytes, {spec.size_bytes} are asked for",
-            field="backend.size_bytes",
-            hint="enlarge it where it is, then try again",
-        )
 
 
 async def probe(layout: Layout, protocol: ProtocolNode, name: str) -> int:

@@ -21,7 +21,7 @@ from chv.common.layout import Layout
 from chv.common.process import CommandFailed
 from chv.common.process.command import Completed
 from chv.common.wire.stord import RbdPlace, VolumeBackend, VolumeClass, VolumeFormat
-from chv.stord.backends import block, ceph, iscsi, lvm, lvm_tools, nbd, rbd, remote
+from chv.stord.backends import block, ceph, elsewhere, iscsi, lvm, lvm_tools, nbd, rbd, remote
 from chv.stord.backends.base import Inspection
 
 LVS = b"""  {
@@ -134,7 +134,7 @@ def test_a_configuration_outside_of_etc_ceph_is_refused(conf: str) -> None:
 @pytest.mark.parametrize("module", [block, lvm, nbd, iscsi, rbd])
 async def test_a_spec_without_its_place_is_invalid(module: object, tmp_path: Path) -> None:
     layout = Layout("abc123", tmp_path / "run", tmp_path / "state")
-    backend: remote.Elsewhere = module.make(layout, StorageConfig())  # type: ignore[attr-defined]
+    backend: elsewhere.Elsewhere = module.make(layout, StorageConfig())  # type: ignore[attr-defined]
     spec = VolumeBackend(class_name=backend.class_name, format=VolumeFormat.RAW, size_bytes=512)
 
     with pytest.raises(InvalidArgument) as refused:
@@ -159,4 +159,4 @@ def test_what_is_away_or_too_small_is_refused(found: Inspection, error: type[Chv
     spec = VolumeBackend(class_name=VolumeClass.NBD, format=VolumeFormat.RAW, size_bytes=512)
 
     with pytest.raises(error):
-        remote.refuse_smaller(found, spec)
+        elsewhere.refuse_smaller(found, spec)
