@@ -47,7 +47,7 @@ class Describer:
             path=found.location,
             created=created,
             attached_to="" if held is None else held.vm_id,
-            last_error=row.last_error or found.problem,
+            last_error=row.last_error or _problem(row, found),
             state=state_of(row, found),
             cache="direct" if found.direct else "page cache",
             class_name=row.backend.class_name,
@@ -101,6 +101,11 @@ class Describer:
         with contextlib.suppress(NotFound, FileNotFoundError, FailedPrecondition):
             return await backend.space(row.volume_id, row.backend)
         return None
+
+
+def _problem(row: Volume, found: Inspection) -> str:
+    """Return what is wrong with the files; of a volume that is being made, nothing is."""
+    return "" if row.state is VolumeState.CREATING else found.problem
 
 
 def state_of(row: Volume, found: Inspection) -> str:

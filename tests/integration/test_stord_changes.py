@@ -13,9 +13,11 @@ import pytest
 
 from chv.common.errors import FailedPrecondition, Internal, InUse, InvalidArgument, StaleGeneration
 from chv.common.wire import stord as wire
+from chv.stord import acl
 from chv.stord.exports import has_client
 from tests.helpers import wait_until
-from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node
+from tests.integration.snapshot_rig import clone, snapshot
+from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node, shell
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
@@ -243,3 +245,138 @@ async def test_a_read_only_many_volume_is_read_by_many_and_written_by_nobody(nod
     assert node.workers() == []
     assert disk_path.stat().st_mode & 0o777 == 0o600
     await node.delete(volume)
+
+
+# --- layers
+async def test_a_volume_with_snapshots_grows_in_its_top_layer_and_keeps_what_lies_below(
+    node: Node,
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    data = os.urandom(8192)
+    await node.ensure(volume, size_bytes=MIB, source=(source := node.image(data)))
+    await snapshot(node, [volume])
+
+    grown = await node.ensure(volume, 2, size_bytes=3 * MIB, source=source)
+
+    info = await node.attach(volume, vm, generation=2)
+    assert (grown.size_bytes, grown.applied, grown.layers) == (3 * MIB, "detached", 2)
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.size_bytes == 3 * MIB
+        assert disk.read(0, 8192) == data
+        assert disk.read(2 * 2048, 4096) == bytes(4096)
+        assert disk.write(5 * 1024, b"e" * 512) == 0
+    assert (node.layout.volume(volume) / "disk.raw").stat().st_size == MIB
+
+
+async def test_a_layer_below_clones_is_readable_for_exactly_as_long_as_one_of_them_is_attached(
+    node: Node,
+) -> None:
+    parent, vm = IDS.uid(), IDS.uid()
+    data = os.urandom(4096)
+    await node.ensure(parent, size_bytes=8 * MIB, source=node.image(data))
+    base = node.layout.volume(parent) / "disk.raw"
+    taken = await snapshot(node, [parent])
+    one, other = [(await clone(node, parent, taken)).volume_id for _ in range(2)]
+
+    infos = [await node.attach(each, vm) for each in (one, other)]
+
+    uid = node.layout.storage_uid(0)
+    for info in infos:
+        with VhostDisk(Path(info.export_path)) as disk:
+            assert disk.read(0, 4096) == data
+    assert (acl.readers(base), base.stat().st_uid) == ([uid], 0)
+    await node.detach(one, vm)
+    assert acl.readers(base) == [uid]
+    with VhostDisk(Path(infos[1].export_path)) as disk:
+        assert disk.read(0, 4096) == data
+    await node.detach(other, vm)
+    assert acl.readers(base) == []
+    assert base.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_parent_is_written_while_a_clone_of_it_is_attached_elsewhere(node: Node) -> None:
+    parent, vms = IDS.uid(), [IDS.uid(), IDS.uid()]
+    data = os.urandom(4096)
+    await node.ensure(parent, size_bytes=8 * MIB, source=node.image(data))
+    taken = await snapshot(node, [parent])
+    linked = (await clone(node, parent, taken)).volume_id
+
+    first = await node.attach(parent, vms[0])
+    second = await node.attach(linked, vms[1], slot=1)
+
+    with VhostDisk(Path(first.export_path)) as disk, VhostDisk(Path(second.export_path)) as copy:
+        assert disk.write(0, b"p" * 4096) == 0
+        assert copy.read(0, 4096) == data
+        assert copy.write(0, b"c" * 4096) == 0
+        assert disk.read(0, 4096) == b"p" * 4096
+    await node.detach(parent, vms[0])
+    with VhostDisk(Path(second.export_path)) as copy:
+        assert copy.read(0, 4096) == b"c" * 4096
+    with pytest.raises(InUse, match=linked):
+        await node.delete(parent)
+
+
+async def test_an_image_of_another_format_is_copied_by_a_job_that_can_be_given_up() -> None:
+    async with open_node(start=False) as node:
+        await node.start(failpoints="stord.fill.after_create=1*hang")
+        data = os.urandom(MIB)
+        source = qcow2_of(node, data)
+        volume, vm = IDS.uid(), IDS.uid()
+
+        begun = await node.ensure(volume, source=source)
+        with pytest.raises(FailedPrecondition, match="creating"):
+            await node.attach(volume, vm)
+        again = await node.ensure(volume, source=source)
+        await node.end()
+        await node.start()  # it goes on with the job
+        await wait_until(lambda: is_open(node, volume))
+        info = await node.attach(volume, vm)
+
+        assert (begun.state, again.state, again.job) == ("creating", "creating", begun.job)
+        with VhostDisk(Path(info.export_path)) as disk:
+            assert disk.read(0, MIB // 2) == data[: MIB // 2]
+            assert disk.size_bytes == 16 * MIB
+
+
+async def test_a_volume_that_is_still_being_filled_is_deleted_with_its_job() -> None:
+    async with open_node(start=False) as node:
+        await node.start(failpoints="stord.fill.after_create=1*delay(300)")
+        volume = IDS.uid()
+        await node.ensure(volume, source=qcow2_of(node, os.urandom(MIB)))
+
+        await node.delete(volume)
+
+        assert node.volume_names() == []
+        assert await node.volumes() == []
+
+
+async def test_a_copy_that_failed_says_why_and_is_begun_anew_by_the_next_call() -> None:
+    async with open_node(start=False) as node:
+        await node.start(failpoints="stord.fill.after_create=1*error(UNAVAILABLE)")
+        volume = IDS.uid()
+        source = qcow2_of(node, os.urandom(MIB))
+        await node.ensure(volume, source=source)
+        await wait_until(lambda: has_failed(node, volume))
+        failed = await node.get(volume)
+
+        await node.ensure(volume, source=source)
+        await wait_until(lambda: is_open(node, volume))
+
+        assert (failed.state, node.volume_names()) == ("creating", [volume])
+        assert (await node.get(volume)).last_error == ""
+
+
+async def has_failed(node: Node, volume: str) -> bool:
+    return bool((await node.get(volume)).last_error)
+
+
+async def is_open(node: Node, volume: str) -> bool:
+    return (await node.get(volume)).state == "open"
+
+
+def qcow2_of(node: Node, data: bytes) -> wire.VolumeSource:
+    raw = node.image(data)
+    path = node.layout.image("77" * 32)
+    shell("qemu-img", "convert", "-f", "raw", "-O", "qcow2", raw.path, path)
+    path.chmod(0o644)
+    return wire.VolumeSource(path=str(path), sha256="77" * 32, format=QCOW2)
