@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from chv.common.config import StorageConfig
 from chv.common.errors import FailedPrecondition
 from chv.common.layout import Layout
@@ -53,20 +55,37 @@ def storage_daemon_rules(
     return tuple(rules)
 
 
-def tool_rules(
-    binary: str, owns: Sequence[Path], reads: Sequence[Path], *, network: bool = False
-) -> tuple[PathAccess, ...]:
-    """Return what one call of a tool may touch: exactly the files that it is given."""
+class Touched(msgspec.Struct, frozen=True, kw_only=True):
+    """What one piece of work on detached volumes needs beside a program's own files.
+
+    `directory`: one that it may make files in. `remote`: it speaks to servers.
+    """
+
+    owns: tuple[Path, ...] = ()
+    reads: tuple[Path, ...] = ()
+    directory: Path | None = None
+    remote: bool = False
+
+
+def tool_rules(layout: Layout, binary: str, touched: Touched) -> tuple[PathAccess, ...]:
+    """Return what a tool may touch for the length of one piece of work, and nothing else."""
     rules = [
         *_program(binary),
-        *(PathAccess(str(path), Access.DEVICE) for path in owns),
-        *(PathAccess(str(path), Access.READ) for path in reads),
+        *(PathAccess(str(path), Access.DEVICE) for path in touched.owns),
+        *(PathAccess(str(path), Access.READ) for path in touched.reads),
     ]
-    if any(str(path).startswith("/dev/") for path in (*owns, *reads)):
+    if touched.directory is not None:
+        rules.append(PathAccess(str(touched.directory), Access.OWN))
+    if any(str(path).startswith("/dev/") for path in (*touched.owns, *touched.reads)):
         rules.append(PathAccess("/sys", Access.READ, optional=True))
-    if network:
-        rules += _optional(Access.READ, NETWORK_FILES)
+    if touched.remote:  # what a cluster is told is beside the volume
+        rules += _optional(Access.READ, [*NETWORK_FILES, str(layout.volume("x").parent)])
     return tuple(rules)
+
+
+def is_remote(text: str) -> bool:
+    """Tell whether block nodes, as JSON, speak to a server over a network."""
+    return any(sign in text for sign in ('"inet"', '"iscsi"', '"rbd"'))
 
 
 def needs_network(volumes: Mapping[str, Volume], volume_id: str) -> bool:

@@ -27,6 +27,7 @@ from chv.common.process import Program
 from chv.common.process.child import start_child
 from chv.common.wire.stord import AccessMode
 from chv.stord import luks
+from chv.stord.confinement import Touched, is_remote, tool_rules
 from chv.stord.disks import Disks
 from chv.stord.qsd import graph
 from chv.stord.qsd.monitor import Monitor, open_monitor
@@ -78,7 +79,8 @@ class Offline:
         lock_path = self._disks.lock_path(volume_id)
         owns = [lock_path, *await anyio.to_thread.run_sync(self._disks.paths, volume_id), *also]
         below = await anyio.to_thread.run_sync(self._disks.below_paths, volume_id)
-        async with self._tools.lend(owns, below), self._daemon() as (monitor, _directory):
+        touched = Touched(owns=tuple(owns), reads=tuple(below), remote=await self._is_remote(row))
+        async with self._tools.lend(owns, below), self._daemon(touched) as (monitor, _directory):
             shared = row.backend.access is AccessMode.READ_ONLY_MANY
             try:
                 await monitor.add_node(graph.lock_blockdev(volume_id, lock_path, shared=shared))
@@ -87,6 +89,11 @@ class Offline:
                     "a process holds the volume", resource=volume_id, hint="detach it first"
                 ) from error
             yield monitor
+
+    async def _is_remote(self, row: Volume) -> bool:
+        describe = partial(self._disks.disk, row.volume_id, read_only=True)
+        disk = await anyio.to_thread.run_sync(describe)
+        return not all(layer.protocol.local for layer in (*disk.below, *disk.own))
 
     async def add_chain(self, monitor: Monitor, row: Volume) -> None:
         """Open the volume's layers as an attachment would."""
@@ -103,7 +110,9 @@ class Offline:
 
         When the block ends without an error everything that was written is in the files.
         """
-        async with self._tools.lend(owns, ()), self._daemon() as (monitor, directory):
+        remote = is_remote(msgspec.json.encode(node).decode())
+        touched = Touched(owns=tuple(owns), remote=remote)
+        async with self._tools.lend(owns, ()), self._daemon(touched) as (monitor, directory):
             async with luks.secrets(monitor, self._layout, keys.volume_id, keys.names):
                 await monitor.add_node(node | {"node-name": TARGET})
             path = directory / "nbd"
@@ -115,7 +124,7 @@ class Offline:
             yield path
 
     @asynccontextmanager
-    async def _daemon(self) -> AsyncIterator[tuple[Monitor, Path]]:
+    async def _daemon(self, touched: Touched) -> AsyncIterator[tuple[Monitor, Path]]:
         """Yield an empty storage daemon and its directory; it ends well or the block fails."""
         directory = self._home / self._ids.nonce()
         ensure_dir(self._home, mode=0o711)
@@ -123,7 +132,18 @@ class Offline:
         try:
             socket, ready = directory / "qmp", directory / "pid"
             argv = tuple(graph.argv(socket, ready))
-            child = await start_child(Program(argv=argv, uid=self.uid, gid=self.uid, umask=UMASK))
+            rules = tool_rules(
+                self._layout, graph.BINARY, msgspec.structs.replace(touched, directory=directory)
+            )
+            program = Program(
+                argv=argv,
+                uid=self.uid,
+                gid=self.uid,
+                umask=UMASK,
+                empty_netns=not touched.remote,
+                landlock=rules,
+            )
+            child = await start_child(program)
             try:
                 async with open_monitor(socket, ready, self.uid) as monitor:
                     yield monitor, directory

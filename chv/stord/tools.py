@@ -34,6 +34,7 @@ from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process import CommandFailed, Completed, run
 from chv.common.secret import Secret
+from chv.stord.confinement import Touched, is_remote, tool_rules
 from chv.stord.grants import Grants
 from chv.stord.keys import Key, is_wrong_key, wrong_key
 from chv.stord.qsd import graph
@@ -79,6 +80,7 @@ class Tools:
     """Runs qemu-img. `grants` is shared by all calls of this daemon."""
 
     def __init__(self, layout: Layout, ids: Ids | None = None) -> None:
+        self._layout = layout
         self._uid = layout.tools_uid
         self._grants = Grants(layout.state / "grants", layout.tools_uid, ids or Ids())
 
@@ -143,6 +145,8 @@ class Tools:
         fds: dict[int, int],
         on_progress: OnProgress | None,
     ) -> Completed:
+        remote = is_remote(" ".join(command))
+        touched = Touched(owns=call.owns, reads=call.reads, remote=remote)
         completed = await run(
             command,
             timeout_s=call.timeout_s,
@@ -150,6 +154,8 @@ class Tools:
             uid=self._uid,
             gid=self._uid,
             fds=fds,
+            empty_netns=not remote,
+            landlock=tool_rules(self._layout, BINARY, touched),
             on_stdout=None if on_progress is None else _percents(on_progress),
         )
         if completed.returncode not in call.accept:

@@ -28,7 +28,7 @@ from chv.common.process import (
     terminate,
 )
 from chv.common.wire import stord as wire
-from chv.stord.confinement import storage_daemon_rules, tool_rules
+from chv.stord.confinement import Touched, storage_daemon_rules, tool_rules
 from chv.stord.qsd import graph
 from chv.stord.qsd.monitor import Monitor, open_monitor
 from tests.integration.stord_helpers import Node, meta, needs_qsd, open_node
@@ -246,7 +246,7 @@ async def image_tool(place: Place, *arguments: str, owns: tuple[Path, ...] = ())
         gid=place.uid,
         check=False,
         empty_netns=True,
-        landlock=tool_rules("qemu-img", owns, ()),
+        landlock=tool_rules(place.layout, "qemu-img", Touched(owns=owns)),
     )
     return "" if done.returncode == 0 else done.stderr.decode()
 
