@@ -8,6 +8,7 @@ removed; the record stays, says why, and the next OpenVolume begins anew.
 from __future__ import annotations
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from chv.common.clock import timestamp
@@ -36,6 +37,10 @@ class Filler:
     def check(self, spec: VolumeBackend) -> None:
         """Raise Unsupported where nothing on this node can fill such a volume."""
         self._fills.of(spec)
+
+    async def check_source(self, spec: VolumeBackend) -> None:
+        """Raise where the source of a volume that is to be made is of no use."""
+        await anyio.to_thread.run_sync(self._fills.check_source, spec)
 
     def refuse_busy(self, volume_id: str) -> None:
         """Raise Conflict where a job is under way on a volume."""

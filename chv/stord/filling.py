@@ -27,6 +27,7 @@ from chv.stord.work import Parts
 PERCENT = 100
 KEY_ID = "k"
 Fill = Callable[[JobControl, Volume], Awaitable[None]]
+Check = Callable[[VolumeBackend], object]
 
 
 class FillKind(StrEnum):
@@ -60,11 +61,23 @@ class Fills:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._checks: dict[FillKind | None, Check] = {}
         self._of: dict[FillKind, Fill] = {FillKind.IMAGE: self._from_image}
 
-    def register(self, kind: FillKind, fill: Fill) -> None:
-        """Say what fills volumes of a kind. The volume exists, is empty and attached to nothing."""
+    def register(self, kind: FillKind, fill: Fill, check: Check | None = None) -> None:
+        """Say what fills volumes of a kind. The volume exists, is empty and attached to nothing.
+
+        `check` refuses, before anything is made, what could not be filled; it may block.
+        """
         self._of[kind] = fill
+        if check is not None:
+            self._checks[kind] = check
+
+    def check_source(self, spec: VolumeBackend) -> None:
+        """Raise where the source of a volume that is to be made is of no use. Blocks."""
+        kind = kind_of(spec)
+        if kind in self._checks:
+            self._checks[kind](spec)
 
     def of(self, spec: VolumeBackend) -> Fill | None:
         """Return what fills the volume; None where it needs none, Unsupported where none can."""

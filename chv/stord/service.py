@@ -178,6 +178,7 @@ class Service:
             self._snapshots.before_attach(request.volume_id),
         ):
             await self._volumes.servable(request.volume_id, request.meta.generation)
+            self._work.refuse_attach(request.volume_id)
             try:
                 if self._records.holder(request.volume_id) is None:
                     await self._integrity.require(request.volume_id)

@@ -113,6 +113,7 @@ class Volumes:
         limit_rules.check(spec.limits)
         if sources:
             self._sources.check(spec)
+            await self._filler.check_source(spec)
         self._filler.check(spec)
         return await self._backend(spec).check(spec)
 

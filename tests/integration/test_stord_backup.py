@@ -13,7 +13,14 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from chv.common.errors import FailedPrecondition, OwnershipConflict, PermissionDenied
+from chv.common.errors import (
+    FailedPrecondition,
+    InUse,
+    InvalidArgument,
+    NotFound,
+    OwnershipConflict,
+    PermissionDenied,
+)
 from chv.common.wire import stord as wire
 from chv.common.wire.types import Empty
 from chv.stord import backup_files
@@ -340,6 +347,55 @@ async def test_targets_outside_and_of_other_volumes_are_refused(node: Node) -> N
         await begin(node, other, str(directory(node, "two")), incremental=True)
     with pytest.raises(FailedPrecondition, match="went to"):
         await begin(node, one, str(directory(node, "two")), incremental=True)
+
+
+async def test_a_backup_that_cannot_be_restored_is_refused_before_anything_is_made(
+    node: Node,
+) -> None:
+    volume = IDS.uid()
+    await node.open(volume, format="qcow2")
+    await back_up(node, volume)
+    before = node.volume_names()
+    for sequence, size_bytes, error in ((7, SIZE, NotFound), (1, MIB, InvalidArgument)):
+        source = wire.BackupSource(target=str(directory(node)), sequence=sequence)
+        with pytest.raises(error):
+            await node.open(IDS.uid(), format="qcow2", size_bytes=size_bytes, backup=source)
+    with pytest.raises(PermissionDenied):
+        await node.open(IDS.uid(), backup=wire.BackupSource(target="/etc/backups/x"))
+    assert node.volume_names() == before
+
+
+async def test_a_disk_that_is_detached_ends_its_backup_and_is_free(node: Node) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.open(volume, format="qcow2")
+    attached = await node.attach(volume, vm)
+    with VhostDisk(Path(attached.export_path)) as disk:
+        for block in range(128):
+            write(disk, block, os.urandom(BLOCK))
+    job = await begin(node, volume, str(directory(node)), bps_max=BLOCK)
+    await wait_until(lambda: any(node.layout.volume(volume).glob("fleece*")))
+    await node.detach(volume, vm)
+    assert (await node.job(job.job_id)).state is wire.JobState.FAILED
+    await wait_until(lambda: leftovers(node, volume) == [])
+    await node.attach(volume, vm)
+    await back_up(node, volume)
+
+
+async def test_a_vm_waits_for_the_backup_of_a_detached_disk_or_cancels_it(node: Node) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.open(volume, format="qcow2")
+    attached = await node.attach(volume, vm)
+    with VhostDisk(Path(attached.export_path)) as disk:
+        for block in range(128):
+            write(disk, block, os.urandom(BLOCK))
+    await node.detach(volume, vm)
+    job = await begin(node, volume, str(directory(node)), bps_max=BLOCK)
+    with pytest.raises(InUse, match=job.job_id):
+        await node.attach(volume, vm)
+    async with node.client() as client:
+        await client.call(wire.CANCEL_JOB, wire.JobRef(job_id=job.job_id))
+    await node.job(job.job_id)
+    await node.attach(volume, vm)
 
 
 async def test_the_same_call_again_is_the_same_backup(node: Node) -> None:

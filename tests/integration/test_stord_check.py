@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chv.common.errors import FailedPrecondition
+from chv.common.errors import DataLoss, FailedPrecondition
 from chv.common.wire import stord as wire
 from tests.integration.storage_writer import write
 from tests.integration.stord_helpers import IDS, MIB, Node, meta, needs_qsd, open_node
@@ -78,7 +78,7 @@ async def test_a_volume_that_says_it_is_corrupt_is_refused_and_repaired(node: No
         file.seek(CORRUPT_BYTE)
         file.write(bytes([bits | 2]))
     assert (await node.get(volume)).state == "broken"
-    with pytest.raises(FailedPrecondition, match="broken"):
+    with pytest.raises(DataLoss, match="broken"):
         await node.attach(volume, IDS.uid())
     repaired = await check(node, volume, repair=True)
     assert repaired.state is wire.JobState.DONE, repaired.error
