@@ -147,12 +147,13 @@ def plan(desired: Desired, observed: Observed, known: tuple[str, ...] = ()) -> l
     for item in sorted(desired.attachments, key=lambda wanted: wanted.volume_id):
         # A published export that vanished from a live storage daemon: the guest that used it
         # must be reset before there is a new one, as after a loss.
-        if item.volume_id not in kept and (desired.may_start or not item.published):
-            steps += _serve(item)
-        elif item.volume_id not in kept:
+        if item.volume_id not in kept and item.published and not desired.may_start:
             continue
         if item.proxied and not (item.volume_id in fronts and _is_fronted(item, observed)):
+            # Before the export: it takes the longest to start, and a VMM waits at its listener.
             steps.append(StartProxy(item.volume_id))
+        if item.volume_id not in kept:
+            steps += _serve(item)
     return steps
 
 
