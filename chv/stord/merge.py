@@ -39,7 +39,7 @@ from chv.stord.jobs import JobControl, Jobs
 from chv.stord.keeper import Keeper
 from chv.stord.live import close_node, live_monitor
 from chv.stord.locks import KeyedLocks
-from chv.stord.merge_online import WORD, OnlineMerge, give_up, make_room
+from chv.stord.merge_online import WORD, OnlineMerge, give_up, make_room, sync
 from chv.stord.overlays import Overlays, read_keys
 from chv.stord.qsd import block_jobs, graph
 from chv.stord.records import BackendPhase, ChangeKind, Volume, VolumeState
@@ -95,8 +95,13 @@ class Merges:
             raise NotFound(f"there is no volume {request.volume_id}", resource=request.volume_id)
         self._jobs.refuse_busy(row.volume_id)
         snapshot = layers.require_snapshot(row, request.snapshot_id)
-        if row.state is not VolumeState.OPEN or row.change is not None:
-            raise FailedPrecondition(f"the volume is {row.state.value}", resource=row.volume_id)
+        change = row.change
+        if change is not None and change.snapshot_id == request.snapshot_id:
+            # A job that an error ended in the middle: this one goes on from there.
+            return MergeParameters(snapshot_id=request.snapshot_id, layer=change.layer)
+        if row.state is not VolumeState.OPEN or change is not None:
+            what = row.state.value if change is None else f"in a {change.kind.value}"
+            raise FailedPrecondition(f"the volume is {what}", resource=row.volume_id)
         for later in layers.from_on(row, request.snapshot_id):
             # A clone of a later snapshot has both layers open, too.
             if users := users_of(self._records, row.volume_id, later):
@@ -189,6 +194,7 @@ class Merges:
             return False
         async with self._locks.hold(volume_id):
             if self._records.holder(volume_id) is None:
+                await sync(self._parts, self._row(control))
                 await self._records.put_volume(layers.finish_merge(self._row(control)))
                 await failpoint("stord.merge.after_record")
         return True

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
+import anyio.to_thread
+
 from chv.common.errors import Cancelled
 from chv.common.failpoint import failpoint
 from chv.stord import layers
+from chv.stord.backends import disk_files
+from chv.stord.disks import local_paths
 from chv.stord.jobs import JobControl
 from chv.stord.keeper import Keeper
 from chv.stord.live import close_node, live_monitor
@@ -48,6 +52,16 @@ async def make_room(parts: Parts, row: Volume) -> None:
     if layers.below(row, row.change.layer) == 0:
         backend = parts.disks.backend(row.backend)
         await backend.extend_device(row.volume_id, row.backend)
+
+
+async def sync(parts: Parts, row: Volume) -> None:
+    """Have what was merged on the medium before the record forgets where it came from."""
+    assert row.change is not None
+    heir = await anyio.to_thread.run_sync(
+        parts.disks.layer, row.volume_id, layers.below(row, row.change.layer)
+    )
+    for path in local_paths((heir,)):
+        await anyio.to_thread.run_sync(disk_files.sync, path)
 
 
 class OnlineMerge:
@@ -139,6 +153,7 @@ class OnlineMerge:
             await self._records.put_volume(layers.abandon(row))
             await block_jobs.dismiss(monitor, job.name)
             raise block_jobs.failure(job, row.volume_id)
+        await sync(self._parts, row)
         await self._records.put_volume(layers.finish_merge(row))
         await failpoint("stord.merge.after_record")
         if job is not None:

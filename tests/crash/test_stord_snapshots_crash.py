@@ -45,7 +45,7 @@ from tests.integration.stord_helpers import IDS, Node, needs_qsd, open_node
 
 pytestmark = [pytest.mark.root, needs_qsd]
 LONG = bool(os.environ.get("CHV_LONG"))
-IN_CI = 9
+IN_CI = 4
 T = TypeVar("T")
 
 ONLINE = (

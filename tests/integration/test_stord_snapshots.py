@@ -40,6 +40,7 @@ from tests.integration.snapshot_rig import (
     delete,
     ended,
     fill,
+    get,
     get_job,
     layer_files,
     opened,
@@ -304,6 +305,34 @@ async def test_deletion_in_any_order_without_a_guest(order: str) -> None:
         assert layer_files(node, volume_id) == []
 
 
+@pytest.mark.parametrize("online", [True, False])
+async def test_a_volume_that_grew_above_its_snapshots_keeps_its_size_when_they_go(
+    online: bool,
+) -> None:
+    async with open_node() as node:
+        volume_id, vm_id = await volume(node), IDS.uid()
+        await fill(node, volume_id, {0: 1})
+        taken = [await snapshot(node, [volume_id]), await snapshot(node, [volume_id])]
+        await node.open(volume_id, size_bytes=2 * SIZE_BYTES, generation=2)
+        path = Path((await node.attach(volume_id, vm_id, generation=2)).export_path)
+        with VhostDisk(path) as disk:
+            assert disk.size_bytes == 2 * SIZE_BYTES
+            put(disk, 2 * CHUNKS - 1, 7)
+            disk.flush()
+        if not online:
+            await node.detach(volume_id, vm_id, generation=2)
+        for snapshot_id in reversed(taken):
+            assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
+        if online:
+            await node.detach(volume_id, vm_id, generation=2)
+        info = await node.get(volume_id)
+        assert (info.layers, info.size_bytes) == (1, 2 * SIZE_BYTES)
+        path = Path((await node.attach(volume_id, vm_id, generation=2)).export_path)
+        with VhostDisk(path) as disk:
+            assert disk.size_bytes == 2 * SIZE_BYTES
+            assert (get(disk, 0), get(disk, 2 * CHUNKS - 1)) == (1, 7)
+
+
 async def test_the_same_deletion_again_is_the_same_job() -> None:
     async with open_node() as node:
         volume_id = await volume(node)
@@ -353,6 +382,25 @@ async def test_a_cancelled_deletion_leaves_the_volume_whole_and_can_be_finished(
                 await clone(node, volume_id, snapshot_id)
             assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
             await guest.after(50)
+            expected = guest.finish()
+        await node.detach(volume_id, vm_id)
+        assert await content(node, volume_id) == expected
+
+
+async def test_a_deletion_that_an_error_ended_in_the_middle_can_be_finished() -> None:
+    async with open_node(start=False) as node:
+        await node.start("stord.merge.after_complete=1*error(INTERNAL)")
+        volume_id, vm_id = await volume(node), IDS.uid()
+        path = await served(node, volume_id, vm_id)
+        with Writer(path, seed=5) as guest:
+            await guest.after(50)
+            snapshot_id = await snapshot(node, [volume_id], vm_id)
+            await guest.after(50)
+            job = await delete(node, volume_id, snapshot_id)
+            assert (job.state, job.error and job.error.code) == (wire.JobState.FAILED, "INTERNAL")
+            with pytest.raises(FailedPrecondition, match="merge"):
+                await snapshot(node, [volume_id], vm_id)
+            assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
             expected = guest.finish()
         await node.detach(volume_id, vm_id)
         assert await content(node, volume_id) == expected
@@ -597,7 +645,7 @@ async def test_a_merge_comes_to_its_end_under_a_guest_that_never_pauses(format: 
 
         def guest() -> None:
             with DeepDisk(path, 32) as disk:
-                writers.append(StampedWriter(disk, blocks=60_000))
+                writers.append(StampedWriter(disk, blocks=6_000))
                 writers[0].run(stop.is_set)
                 writers[0].verify()
 
