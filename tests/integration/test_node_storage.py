@@ -148,8 +148,9 @@ def test_growth_is_seen_by_the_guest_at_once_only_where_it_is_asked_for(node: Li
 
 
 def test_kill_of_the_agent_in_the_middle_of_a_plug_leaves_one_disk(node: LiveNode) -> None:
+    more = node.get("volume", "more")["status"]["sizeBytes"] // MIB
     for point in ("add_disk_effect.before", "remove_disk_record.before"):
-        for disks, seen in (((FIRST, SECOND), [96, 256]), ((FIRST,), [256])):
+        for disks, seen in (((FIRST, SECOND), [more, 256]), ((FIRST,), [256])):
             restart(node, f"agent.vm.{point}=1*kill")
             path = Path(node.environment["MANIFESTS"]) / "some.yaml"
             path.write_text(VM.replace("DISKS", ", ".join(disks)))
@@ -163,6 +164,7 @@ def test_kill_of_the_agent_in_the_middle_of_a_plug_leaves_one_disk(node: LiveNod
 
 
 def restart(node: LiveNode, failpoints: str = "") -> None:
+    """Bring the agent up, armed; it may die of the failpoint before it is even ready."""
     if devnode.agent_process(node.dev) is not None:
         node.down()
     node.cli("up", "--dir", str(node.directory), check=False, env={"CHV_FAILPOINTS": failpoints})
@@ -183,6 +185,44 @@ def test_lost_storage_daemon_is_told_and_the_vm_was_reset_in_time(node: LiveNode
     assert vmm_pid(node) == pid
     node.cli("wait", "vm/guest", "--for", "SSHReady", "--timeout", "170s")
     wait_for(lambda: sizes(node) == [256], 60, "the guest after its reset")
+
+
+def without_space(node: LiveNode, *, critical_bytes: int) -> None:
+    """Move the threshold instead of filling the machine's file system."""
+    path = node.directory / "node.toml"
+    line = "space_critical_bytes = "
+    lines = [
+        f"{line}{critical_bytes}" if each.startswith(line) else each
+        for each in path.read_text().splitlines()
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    restart(node)
+    node.await_state("TenantReady")
+
+
+def await_paused(node: LiveNode, status: str, reason: str) -> None:
+    def there() -> bool:
+        paused = node.condition("guest", "Paused")
+        return (paused["status"], paused["reason"]) == (status, reason)
+
+    wait_for(there, 30, f"Paused={status} {reason}")
+
+
+def test_vm_stands_still_while_there_is_no_space_over_a_restart_of_the_agent(
+    node: LiveNode,
+) -> None:
+    pid = vmm_pid(node)
+    without_space(node, critical_bytes=10**15)
+    await_paused(node, "True", "StorageSpace")
+    assert node.status("guest")["phase"] == "Paused"
+    node.kill("agent")
+    restart(node)
+    node.await_state("TenantReady")
+    await_paused(node, "True", "StorageSpace")
+    without_space(node, critical_bytes=1000)
+    await_paused(node, "False", "VcpusRun")
+    node.ssh("guest", "echo goes on >/data/proof && sync")
+    assert vmm_pid(node) == pid
 
 
 # --- the guest agent
@@ -218,7 +258,8 @@ def start_agent(node: LiveNode) -> None:
         "port=$(grep -l guest_agent /sys/class/virtio-ports/*/name); "
         f"ln -sf /dev/$(basename $(dirname $port)) {line}; "
         "cd /run/ga && LD_LIBRARY_PATH=. ./ld-linux-x86-64.so.2 ./qemu-ga "
-        f"-m virtio-serial -p {line} -t /run/ga/state -d </dev/null >/run/ga/log 2>&1",
+        f"-m virtio-serial -p {line} -t /run/ga/state -f /run/ga/pid -l /run/ga/log -v -d "
+        "</dev/null >/dev/null 2>&1",
     )
 
 
@@ -239,7 +280,8 @@ def test_snapshot_is_taken_of_a_frozen_guest_which_then_goes_on(
     assert node.ssh("guest", "grep -c /data /proc/mounts").stdout == "1\n"
     status = snapshot(node, "still")
     assert (status["phase"], status["consistency"]) == ("Ready", "FileSystem")
-    assert "freeze" in node.ssh("guest", "cat /run/ga/log; dmesg").stdout
+    log = node.ssh("guest", "grep -a -o 'guest-fsfreeze-[a-z]*' /run/ga/log").stdout.split()
+    assert log.index("guest-fsfreeze-freeze") < log.index("guest-fsfreeze-thaw")
     guest_writes(node)
 
 
