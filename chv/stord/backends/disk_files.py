@@ -150,6 +150,11 @@ def describe(directory: Path, spec: VolumeBackend) -> None:
 def settle(disk: Path) -> None:
     """Put a finished disk on the medium, for root alone."""
     disk.chmod(0o600)
+    sync(disk)
+
+
+def sync(disk: Path) -> None:
+    """Put what was written to a file or device on the medium."""
     fd = os.open(disk, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(fd, disk)
