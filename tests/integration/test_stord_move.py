@@ -252,3 +252,38 @@ async def test_what_cannot_move_is_refused(node: Node) -> None:
         await client.call(wire.OPEN_VOLUME, request)
     with pytest.raises(InUse, match=clone):
         await begin(node, volume, place(format="raw"))
+
+
+async def test_a_moved_volume_grows_takes_snapshots_and_backups_and_moves_again(
+    node: Node,
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.open(volume, format="raw")
+    info = await node.attach(volume, vm)
+    with VhostDisk(Path(info.export_path)) as disk:
+        write(disk, 1, b"first")
+    await move(node, volume, place(format="qcow2", pool="fast"))
+    await move(node, volume, place(format="raw", pool="fast"))
+    snapshot = wire.SnapshotRef(meta=meta(), volume_id=volume, snapshot_id=IDS.uid())
+    request = wire.CreateSnapshot(
+        meta=meta(), snapshot_id=snapshot.snapshot_id, volume_ids=[volume], vm_id=vm
+    )
+    async with node.client() as client:
+        await client.call(wire.CREATE_SNAPSHOT, request)
+        with VhostDisk(Path(info.export_path)) as disk:
+            write(disk, 2, b"second")
+        job = await client.call(wire.DELETE_SNAPSHOT, snapshot)
+    assert (await node.job(job.job_id)).state is wire.JobState.DONE
+    await node.detach(volume, vm)
+    grown = await node.open(volume, format="raw", pool="fast", size_bytes=2 * SIZE, generation=2)
+    assert grown.size_bytes == 2 * SIZE
+    await move(node, volume, place(format="qcow2", size=2 * SIZE))
+    info = await node.attach(volume, vm, generation=2)
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.size_bytes == 2 * SIZE
+        assert disk.read(BLOCK // 512, 512)[:5] == b"first"
+        assert disk.read(2 * BLOCK // 512, 512)[:6] == b"second"
+    await node.detach(volume, vm, generation=2)
+    await node.delete(volume, generation=2)
+    assert disks(node, volume) == []
+    assert not (node.config.parent / "pool" / volume).exists()

@@ -258,11 +258,10 @@ class FileBackend:
     # --- a move
     async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:
         """Make an empty disk beside whatever there is of the volume."""
-        home, directory = self.home(volume_id), self.directory(volume_id, spec)
-        disk = self.disk_path(volume_id, spec)
-        if disk.exists() or (directory != home and directory.exists()):
+        directory, disk = self.directory(volume_id, spec), self.disk_path(volume_id, spec)
+        if disk.exists():
             raise OwnershipConflict(
-                f"{str(directory)!r} holds something that no record explains; left alone",
+                f"{str(disk)!r} is there and no record explains it; left alone",
                 resource=volume_id,
                 hint="move it away",
             )
@@ -275,13 +274,18 @@ class FileBackend:
             raise
 
     async def drop_base(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Remove the disk, and the volume's directory in a pool with it."""
-        directory = self.directory(volume_id, spec)
-        if directory != self.home(volume_id):
-            await anyio.to_thread.run_sync(disk_files.remove_volume, directory)
-        else:
-            disk = self.disk_path(volume_id, spec)
-            await anyio.to_thread.run_sync(partial(disk.unlink, missing_ok=True))
+        """Remove the disk, and the volume's directory in a pool if nothing else is in it."""
+        await anyio.to_thread.run_sync(self._drop_base, volume_id, spec)
+
+    def _drop_base(self, volume_id: str, spec: VolumeBackend) -> None:
+        directory, disk = self.directory(volume_id, spec), self.disk_path(volume_id, spec)
+        disk.unlink(missing_ok=True)
+        if (
+            directory != self.home(volume_id)
+            and directory.is_dir()
+            and not any(directory.iterdir())
+        ):
+            directory.rmdir()
 
     def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
         """Give the disk to a storage uid."""
