@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
+import anyio
 import anyio.to_thread
 
-from chv.common.errors import Cancelled
+from chv.common.errors import Cancelled, ChvError, DeadlineExceeded, Unavailable
 from chv.common.failpoint import failpoint
 from chv.stord import layers
 from chv.stord.backends import disk_files
@@ -84,8 +85,24 @@ class OnlineMerge:
             monitor = await held.enter_async_context(live_monitor(self._parts, vm_id, "merge"))
             if monitor is None or graph.throttle_node(volume_id) not in await monitor.nodes():
                 return False  # lost: the VM's recovery or detach comes first
-            await self._begin_online(control, monitor)
-            return await self._push(control, monitor)
+            try:
+                await self._begin_online(control, monitor)
+                return await self._push(control, monitor)
+            except (Unavailable, DeadlineExceeded):
+                raise  # it died, or hangs and is killed: no guest waits for it
+            except ChvError:
+                await self._let_go(control, monitor)
+                raise
+
+    async def _let_go(self, control: JobControl, monitor: Monitor) -> None:
+        """After an error: no job may stay that would hold the guest's writes back for ever."""
+        name, row = block_jobs.job_name(WORD, control.volume_id), self._row(control)
+        job = await block_jobs.find(monitor, name)
+        if job is None or (job.status == block_jobs.CONCLUDED and not job.error):
+            return
+        if row.change is not None and row.change.kind is ChangeKind.PIVOT:
+            await self._records.put_volume(layers.unpivot(row))
+        await block_jobs.cancel(monitor, name)
 
     async def _begin_online(self, control: JobControl, monitor: Monitor) -> None:
         row, name = self._row(control), block_jobs.job_name(WORD, control.volume_id)
@@ -108,16 +125,27 @@ class OnlineMerge:
             await control.progress(job.done, job.total, "the storage daemon merges the layers")
         if job is not None and control.cancelling.is_set():
             job = await self._cancel_online(control, monitor, job)
+        if job is not None and job.status in (block_jobs.READY, block_jobs.PENDING):
+            # A stop of ours must not leave a guest behind whose writes are held back.
+            with anyio.CancelScope(shield=True):
+                job = await self._leave(control, monitor, job)
+        if job is not None and job.status != block_jobs.CONCLUDED:
+            return False
+        await self._conclude(control, monitor, job)
+        return True
+
+    async def _leave(
+        self, control: JobControl, monitor: Monitor, job: BlockJob | None
+    ) -> BlockJob | None:
+        """Let the layer that is written be left as soon as everything of it is below."""
+        name = block_jobs.job_name(WORD, control.volume_id)
         if job is not None and job.status == block_jobs.READY:
             await block_jobs.complete(monitor, name)
             await failpoint("stord.merge.after_complete")
             job = await block_jobs.settled(monitor, name, END_WAIT_S, block_jobs.PENDING)
         if job is not None and job.status == block_jobs.PENDING:
             job = await self._pivot(control, monitor)
-        if job is not None and job.status != block_jobs.CONCLUDED:
-            return False
-        await self._conclude(control, monitor, job)
-        return True
+        return job
 
     async def _cancel_online(
         self, control: JobControl, monitor: Monitor, job: BlockJob

@@ -387,9 +387,12 @@ async def test_a_cancelled_deletion_leaves_the_volume_whole_and_can_be_finished(
         assert await content(node, volume_id) == expected
 
 
-async def test_a_deletion_that_an_error_ended_in_the_middle_can_be_finished() -> None:
+@pytest.mark.parametrize("place", ["after_commit", "after_complete", "after_pivot"])
+async def test_an_error_in_a_merge_leaves_a_guest_that_writes_on_and_can_be_got_over(
+    place: str,
+) -> None:
     async with open_node(start=False) as node:
-        await node.start("stord.merge.after_complete=1*error(INTERNAL)")
+        await node.start(f"stord.merge.{place}=1*error(INTERNAL)")
         volume_id, vm_id = await volume(node), IDS.uid()
         path = await served(node, volume_id, vm_id)
         with Writer(path, seed=5) as guest:
@@ -398,6 +401,7 @@ async def test_a_deletion_that_an_error_ended_in_the_middle_can_be_finished() ->
             await guest.after(50)
             job = await delete(node, volume_id, snapshot_id)
             assert (job.state, job.error and job.error.code) == (wire.JobState.FAILED, "INTERNAL")
+            await guest.after(50)
             with pytest.raises(FailedPrecondition, match="merge"):
                 await snapshot(node, [volume_id], vm_id)
             assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
