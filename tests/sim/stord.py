@@ -457,6 +457,7 @@ class SimStord:
             limits=volume.backend.limits,
             snapshots=[self._part(uid, snapshot) for snapshot in volume.snapshots],
             space=stord.SpaceLevel.CRITICAL if volume.full else stord.SpaceLevel.OK,
+            space_policy=volume.backend.space_policy,
             job=job.info.job_id if job is not None else "",
             class_name=volume.backend.class_name,
             pool=volume.backend.pool,
