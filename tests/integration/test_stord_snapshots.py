@@ -410,6 +410,26 @@ async def test_an_error_in_a_merge_leaves_a_guest_that_writes_on_and_can_be_got_
         assert await content(node, volume_id) == expected
 
 
+async def test_a_stop_of_stord_in_a_merge_holds_no_guest_back_and_the_next_one_goes_on() -> None:
+    async with open_node(start=False) as node:
+        log = node.config.with_name("hits")
+        await node.start("stord.merge.at_pending=1*delay(700)", failpoints_log=log)
+        volume_id, vm_id = await volume(node), IDS.uid()
+        path = await served(node, volume_id, vm_id)
+        with Writer(path, seed=6) as guest:
+            await guest.after(50)
+            snapshot_id = await snapshot(node, [volume_id], vm_id)
+            begun = await call(node, wire.DELETE_SNAPSHOT, ref(volume_id, snapshot_id))
+            await wait_until(lambda: "merge.at_pending" in log.read_text())
+            assert await node.end(signal.SIGTERM) == 0
+            await guest.after(200)
+            await node.start()
+            assert (await ended(node, begun.job_id)).state is wire.JobState.DONE
+            expected = guest.finish()
+        await node.detach(volume_id, vm_id)
+        assert await content(node, volume_id) == expected
+
+
 async def test_a_cancelled_deletion_without_a_guest_leaves_the_volume_whole() -> None:
     async with open_node(start=False) as node:
         await node.start("stord.merge.before_qemu_img=1*delay(20000)")
