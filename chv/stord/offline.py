@@ -50,8 +50,11 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
 class Offline:
     """Starts such storage daemons."""
 
-    def __init__(self, layout: Layout, ids: Ids, tools: Tools, disks: Disks) -> None:
+    def __init__(
+        self, layout: Layout, ids: Ids, tools: Tools, disks: Disks, binary: str = graph.BINARY
+    ) -> None:
         self._layout = layout
+        self._binary = binary
         self._ids = ids
         self._tools = tools
         self._disks = disks
@@ -131,9 +134,9 @@ class Offline:
         ensure_dir(directory, mode=0o700, uid=self.uid, gid=self.uid)
         try:
             socket, ready = directory / "qmp", directory / "pid"
-            argv = tuple(graph.argv(socket, ready))
+            argv = tuple(graph.argv(socket, ready, self._binary))
             rules = tool_rules(
-                self._layout, graph.BINARY, msgspec.structs.replace(touched, directory=directory)
+                self._layout, self._binary, msgspec.structs.replace(touched, directory=directory)
             )
             program = Program(
                 argv=argv,

@@ -98,7 +98,7 @@ class Service:
 
     async def restore(self) -> None:
         """Re-read the world: what was cut short, then every storage daemon."""
-        self._reports.binary = await probe_binary()
+        self._reports.binary = await probe_binary(self._parts.binary)
         await anyio.to_thread.run_sync(self._parts.tools.sweep)
         await self._work.sweep()
         await anyio.to_thread.run_sync(self._files.sweep)
@@ -223,10 +223,10 @@ class Service:
         return CensusReply(items=items)
 
 
-async def probe_binary() -> Feature:
+async def probe_binary(binary: str) -> Feature:
     """Find out whether there is a storage daemon, and which."""
     try:
-        completed = await run([graph.BINARY, "--version"], timeout_s=VERSION_TIMEOUT_S)
+        completed = await run([binary, "--version"], timeout_s=VERSION_TIMEOUT_S)
     except ChvError as error:
         return Feature(name=graph.BINARY, present=False, detail=str(error))
     line = completed.stdout.decode(errors="replace").splitlines()[0]

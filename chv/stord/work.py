@@ -81,6 +81,11 @@ class Parts:
     levels: Levels = field(default_factory=Levels)
     errors: Errors = field(default_factory=Errors)
 
+    @property
+    def binary(self) -> str:
+        """The storage daemon that new incarnations run."""
+        return self.storage.storage_daemon_binary or graph.BINARY
+
 
 class Work:
     """One piece of work on the storage daemon of one VM; `verb` names its failpoints."""
@@ -146,7 +151,7 @@ class Work:
         if not backend.worker_id:
             return None
         for found in self._parts.provider.find(backend.worker_id):
-            ours = Path(found.executable).name == graph.BINARY
+            ours = Path(found.executable).name in (graph.BINARY, Path(self._parts.binary).name)
             if ours and found.worker_id == backend.worker_id and found.uid == backend.storage_uid:
                 await self._put(worker=found.record())
                 return found.record()
@@ -285,7 +290,9 @@ class Work:
     def _spawn_spec(self) -> SpawnSpec:
         backend = self._backend
         argv = graph.argv(
-            self.run.monitor(backend.incarnation), self.run.pid_file(backend.worker_id)
+            self.run.monitor(backend.incarnation),
+            self.run.pid_file(backend.worker_id),
+            self._parts.binary,
         )
         return SpawnSpec(
             worker_id=backend.worker_id,
@@ -299,7 +306,7 @@ class Work:
                 self._parts.layout,
                 self._parts.storage,
                 self._vm_id,
-                graph.BINARY,
+                self._parts.binary,
                 network=backend.network,
             ),
             log_path=str(self._log_path()),

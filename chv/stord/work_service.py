@@ -31,7 +31,7 @@ class WorkService:
         parts = keeper.parts
         self._locks = locks
         self._records = parts.records
-        self.offline = Offline(parts.layout, parts.ids, parts.tools, parts.disks)
+        self.offline = Offline(parts.layout, parts.ids, parts.tools, parts.disks, parts.binary)
         benches = Benches(keeper, self.offline)
         self.backups = Backups(parts, jobs, locks, benches)
         self.checks = Checks(parts, jobs)

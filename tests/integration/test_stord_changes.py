@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from chv.common.errors import FailedPrecondition, Internal, InUse, InvalidArgument, StaleGeneration
+from chv.common import config as configuration
+from chv.common.errors import (
+    FailedPrecondition,
+    Internal,
+    InUse,
+    InvalidArgument,
+    StaleGeneration,
+    Unavailable,
+)
 from chv.common.wire import stord as wire
-from chv.stord import acl
+from chv.common.wire.types import HELLO, HelloRequest
+from chv.stord import acl, growth
+from chv.stord.__main__ import prepare, serve
 from chv.stord.exports import has_client
 from tests.helpers import wait_until
 from tests.integration.snapshot_rig import clone, snapshot
-from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node, shell
+from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node, shell, short_root
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
@@ -129,6 +141,66 @@ async def test_a_disk_with_a_client_is_not_resized_by_a_storage_daemon_that_is_t
     assert (grown.applied, grown.size_bytes) == ("on_next_start", MIB)
     assert grown.pending_size_bytes == 4 * MIB
     assert (await node.recover(vm)).backend_pid == info.backend_pid
+
+
+async def test_a_disk_grows_under_its_vm_where_that_is_safe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In this process: the guard believes that the storage daemon of this machine is new enough.
+
+    QEMU 7 survives the command; its guests do not see the new size before the next attachment.
+    """
+    monkeypatch.setattr(growth, "MAJOR_MIN", 0)
+    storage = 'proxy = "off"'
+    async with open_node(start=False, storage=storage) as node, anyio.create_task_group() as tasks:
+        prepare(node.layout)
+        tasks.start_soon(serve, configuration.load(node.config), node.layout)
+        await wait_until(lambda: is_ready(node))
+        volume, vm = IDS.uid(), IDS.uid()
+        await node.ensure(volume, format=QCOW2, size_bytes=MIB)
+        info = await node.attach(volume, vm)
+        alone = await node.ensure(volume, 2, VMM, format=QCOW2, size_bytes=2 * MIB)
+        with VhostDisk(Path(info.export_path)) as disk:
+            grown = await node.ensure(volume, 3, VMM, format=QCOW2, size_bytes=4 * MIB)
+            assert disk.write(0, b"g" * 512) == 0
+            assert disk.read(0, 512) == b"g" * 512
+        await node.detach(volume, vm, generation=3)
+        again = await node.attach(volume, vm, generation=3)
+        with VhostDisk(Path(again.export_path)) as disk:
+            assert disk.size_bytes == 4 * MIB
+            assert disk.read(0, 512) == b"g" * 512
+        await node.detach(volume, vm, generation=3)
+        tasks.cancel_scope.cancel()
+    assert (alone.applied, alone.size_bytes) == ("on_next_start", MIB)
+    assert (grown.applied, grown.size_bytes, grown.pending_size_bytes) == ("online", 4 * MIB, 0)
+
+
+VMM = wire.VmmClient.QEMU
+
+
+async def is_ready(node: Node) -> bool:
+    try:
+        async with node.client() as client:
+            return (await client.call(HELLO, HelloRequest())).state == "ready"
+    except Unavailable:
+        return False
+
+
+async def test_the_configured_storage_daemon_is_the_one_that_runs() -> None:
+    with short_root() as root:
+        link = root / "another-qsd"
+        shell("cp", shutil.which("qemu-storage-daemon") or "", link)
+        async with open_node(storage=f'storage_daemon_binary = "{link}"') as node:
+            volume, vm = IDS.uid(), IDS.uid()
+            await node.ensure(volume, format=QCOW2)
+            info = await node.attach(volume, vm)
+
+            assert Path(f"/proc/{info.backend_pid}/exe").readlink() == link
+            await node.end()
+            await node.start()
+            assert (await node.attach(volume, vm)).backend_pid == info.backend_pid
+            await node.detach(volume, vm)
+            assert node.workers() == []
 
 
 async def test_several_growths_that_wait_become_one_and_survive_a_restart(node: Node) -> None:
