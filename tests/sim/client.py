@@ -30,7 +30,8 @@ from chv.common.wire.types import API_VERSION
 
 LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
 REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound)
-VMS, VOLUMES, NETWORKS = 3, 4, 2
+VMS, VOLUMES, NETWORKS = 3, 5, 2
+ALONE = 4  # the volume that no VM has: what needs one at rest is done there as well
 PAUSES_S = (0.01, 0.3, 2.0, 8.0, 25.0)
 
 
@@ -116,9 +117,9 @@ class Client:
             return {"apply": self._some()}
         if drawn < 0.52:
             return {"delete": self._victim()}
-        if drawn < 0.72:
+        if drawn < 0.75:
             return self._storage()
-        if drawn < 0.84:
+        if drawn < 0.85:
             return {"apply": [self._replugged(vm)]}
         verb = self._random.choice(["start", "start", "stop", "restart", "reset"])
         force = verb in ("stop", "restart") and self._random.random() < 0.3
@@ -128,10 +129,10 @@ class Client:
         kinds = ["VirtualMachine"] * 5 + ["Volume", "Network", "Image"] + ["VolumeSnapshot"] * 3
         kind = self._random.choice(kinds)
         names = {
-            "VolumeSnapshot": f"snap{self._random.randrange(VMS)}",
+            "VolumeSnapshot": f"snap{self._random.choice([0, 1, 2, ALONE, ALONE, ALONE])}",
             "VirtualMachine": f"vm{self._random.randrange(VMS)}",
             "Volume": self._random.choice(
-                [*(f"vol{n}" for n in range(VOLUMES)), *(f"clone{n}" for n in range(VMS))]
+                [*(f"vol{n}" for n in range(VOLUMES)), *(f"clone{n}" for n in (0, 2, ALONE, ALONE))]
             ),
             "Network": f"net{self._random.randrange(NETWORKS)}",
             "Image": "tiny",
@@ -169,8 +170,11 @@ class Client:
     # --- snapshots, clones, verbs on volumes
 
     def _storage(self) -> dict[str, Any]:
-        number = self._random.randrange(VMS)
-        match self._random.choice(["snapshot"] * 3 + ["clone"] * 2 + ["verb"] * 4 + ["cancel"] * 2):
+        number = self._random.choice([0, 1, ALONE, ALONE])
+        known = number in self._snapshots
+        draws = ["snapshot"] * (1 if known else 4) + ["verb"] * 3 + ["cancel"]
+        draws += ["clone", "clone", "restore", "restore", "delete"] if known else []
+        match self._random.choice(draws):
             case "snapshot":
                 of = self._snapshots.setdefault(number, self._snapshot(number))
                 return {"apply": [_object("VolumeSnapshot", f"snap{number}", of)]}
@@ -178,18 +182,21 @@ class Client:
                 return {"apply": [self._clone(number)]}
             case "cancel":
                 return {"cancel": self._random.randrange(100)}
-        verb = api.VolumeVerb(
-            self._random.choice(["check", "repair", "backup", "backup", "restore", "grow_now"])
-        )
+            case "delete":
+                return {"delete": ("VolumeSnapshot", f"snap{number}")}
+            case "restore":
+                verb = api.VolumeVerb.RESTORE
+                return {"volume_verb": verb, "name": f"vol{number}", "snapshot": f"snap{number}"}
+        verb = api.VolumeVerb(self._random.choice(["check", "repair", "backup", "grow_now"]))
         request: dict[str, Any] = {"volume_verb": verb, "name": f"vol{number}"}
         if verb is api.VolumeVerb.BACKUP:
             request |= {"target": "/backups", "incremental": self._random.random() < 0.5}
-        if verb is api.VolumeVerb.RESTORE:
-            request["snapshot"] = f"snap{number}"
         return request
 
     def _snapshot(self, number: int) -> dict[str, Any]:
-        of = [{"volume": f"vol{number}"}] * 2 + [{"virtualMachine": f"vm{number}"}]
+        of = [{"volume": f"vol{number}"}] * 2
+        if number != ALONE:
+            of.append({"virtualMachine": f"vm{number}"})
         spec = self._random.choice(of)
         return {**spec, "freeze": "5s"} if self._random.random() < 0.3 else spec
 

@@ -22,7 +22,7 @@ from chv.agent.volume.wish import (
     same_place,
     with_the_source_of,
 )
-from chv.common.errors import ErrorData
+from chv.common.errors import Conflict, ErrorData
 from chv.common.failpoint import failpoint
 from chv.common.wire import stord
 from chv.common.wire.agent import OperationState
@@ -115,6 +115,9 @@ class Mover:
     ) -> None:
         operation = await self._context.operations.require(stored)
         generation = stored.resource.metadata.generation
+        now = self._context.stored(self._uid)
+        if now is None or now.resource.metadata.generation != generation:
+            raise Conflict("the volume was changed meanwhile", resource=stored.title)
         assert seen.backend is not None
         target = with_the_source_of(wanted, seen.backend)
         move = VolumeMove(job_id=operation.id, generation=generation, target=place_text(wanted))
