@@ -149,7 +149,7 @@ def plan(desired: Desired, observed: Observed, known: tuple[str, ...] = ()) -> l
         # must be reset before there is a new one, as after a loss.
         if item.volume_id not in kept and item.published and not desired.may_start:
             continue
-        if item.proxied and not (item.volume_id in fronts and _is_fronted(item, observed)):
+        if item.proxied and not (item.volume_id in fronts and _is_fronted(item, observed, kept)):
             # Before the export: it takes the longest to start, and a VMM waits at its listener.
             steps.append(StartProxy(item.volume_id))
         if item.volume_id not in kept:
@@ -186,11 +186,14 @@ def _fronts(desired: Desired, observed: Observed, kept: frozenset[str]) -> froze
     )
 
 
-def _is_fronted(item: Wanted, observed: Observed) -> bool:
+def _is_fronted(item: Wanted, observed: Observed, kept: frozenset[str]) -> bool:
     """Tell whether a live proxy listens where the VMM looks, or where one may be using it."""
-    reachable = item.volume_id in observed.paths or item.published
+    # With a new export every VMM comes anew, so then the path must be there.
+    used = item.published and item.volume_id in kept
     placed = item.volume_id not in observed.unplaced
-    return item.volume_id in observed.proxies and placed and reachable
+    return (
+        item.volume_id in observed.proxies and placed and (item.volume_id in observed.paths or used)
+    )
 
 
 def _removals(

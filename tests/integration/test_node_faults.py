@@ -172,7 +172,7 @@ def test_host_reboot_brings_the_vm_back_from_the_store(node: LiveNode) -> None:
     before = node.workers("vmm")
     node.kill("agent")
     wait_for(lambda: not pids_of(node), 10, "the end of all three daemons")
-    for kind in ("vmm", "qsd", "dnsmasq", "console"):
+    for kind in ("vmm", "qsd", "proxy", "dnsmasq", "console"):
         for pid in node.workers(kind).values():
             os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not any(node.workers(k) for k in ("vmm", "qsd")), 10, "the workers' end")

@@ -26,6 +26,7 @@ from chv.stord import restarts
 from chv.stord.__main__ import prepare, serve
 from tests.helpers import wait_until
 from tests.integration.inflight_client import InflightDisk, StampedWriter
+from tests.integration.snapshot_rig import snapshot
 from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node
 from tests.integration.vhost_client import VhostDisk
 
@@ -302,6 +303,30 @@ async def test_no_request_completes_after_the_death_of_a_storage_daemon_with_met
     await node.recover(vm)
     with VhostDisk(Path(info.export_path)) as disk:
         assert disk.write(1, b"3" * 512) == 0
+
+
+async def test_a_snapshot_makes_the_vm_one_that_is_reset_and_its_proxy_goes_with_the_loss(
+    node: Node,
+) -> None:
+    vm = IDS.uid()
+    info = await served(node, vm)
+    with VhostDisk(Path(info.export_path)) as disk:
+        await snapshot(node, [info.volume_id], vm)
+        assert (await session(node, vm)).crash_class is wire.CrashClass.RESET_VM
+        assert disk.write(0, b"o" * 512) == 0
+        disk.flush()
+        os.kill(info.backend_pid, signal.SIGKILL)
+        await wait_until(lambda: is_lost(node, vm))
+    assert not Path(info.export_path).exists()
+    assert node.workers() == []
+
+    again = (await node.recover(vm)).attachments[0]
+
+    assert again.proxy_pid == 0
+    with VhostDisk(Path(info.export_path)) as disk:
+        assert disk.read(0, 512) == b"o" * 512
+    await node.detach(info.volume_id, vm)
+    assert node.run_files() == []
 
 
 @pytest.mark.parametrize("volume_format", ["raw", "qcow2"])

@@ -191,6 +191,17 @@ def test_a_restart_under_a_running_guest_never_takes_its_path_away(
     assert world.is_served(volumes)
 
 
+@given(volumes=wanted)
+def test_a_path_that_somebody_removed_is_made_again_by_a_restart(volumes: list[str]) -> None:
+    world = served(volumes)
+    world.die()
+    world.paths.clear()
+
+    run(world, desire(volumes, published=True, phase="restarting"))
+
+    assert world.is_served(volumes)
+
+
 @given(volumes=wanted, cuts=cuts)
 def test_a_dead_proxy_before_a_live_storage_daemon_is_replaced_and_nothing_else_is_touched(
     volumes: list[str], cuts: list[tuple[int, bool, str]]
