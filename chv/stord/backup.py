@@ -79,10 +79,13 @@ class Backups:
         request = control.parameters(BackupVolume)
         plan = self._plan(request, control.job_id)
         target = await self._target(request, plan.row)
-        if plan.row.backup_bitmap == plan.bitmap or target.done(plan):
-            result = target.told() if isinstance(target, DirectoryTarget) else {}
+        recorded = plan.row.backup_bitmap == plan.bitmap
+        if target.done(plan) or recorded:
+            if recorded:
+                target.sequence = plan.row.backup_sequence
             await self._record(plan, target)
-            return result
+            await self._clean_finished(plan)
+            return await target.told(plan)
         _check_row(plan, target.name)
         target.check(plan)
         await target.remove()
@@ -95,6 +98,15 @@ class Backups:
             with anyio.move_on_after(CLEAN_TIMEOUT_S, shield=True):
                 await target.remove()
                 await self._remove_fleece(plan.row)
+
+    async def _clean_finished(self, plan: Plan) -> None:
+        """Clean up after a backup that was whole when its daemon was killed."""
+        await self._remove_fleece(plan.row)
+        try:
+            async with self._benches.of(plan.row) as bench:
+                await self._clean(bench, plan.row, plan.bitmap)
+        except ChvError as error:  # the next backup cleans up first
+            log.warning("backup_not_cleaned", volume_id=plan.row.volume_id, error=error)
 
     async def _make(
         self, control: JobControl, plan: Plan, target: DirectoryTarget | NbdTarget, bench: Bench

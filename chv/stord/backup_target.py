@@ -70,6 +70,9 @@ class Target(Protocol):
     async def keep(self, plan: Plan, size_bytes: int) -> dict[str, str]:
         """Give it its name; return what there is to know of it."""
 
+    async def told(self, plan: Plan) -> dict[str, str]:
+        """Return what there is to know of a backup that is there."""
+
     async def remove(self) -> None:
         """Remove what is not whole."""
 
@@ -144,10 +147,11 @@ class DirectoryTarget:
         old = self._manifest or Manifest(volume_id=plan.row.volume_id)
         self._manifest = backup_files.added(old, entry)
         await anyio.to_thread.run_sync(backup_files.save, self.directory, self._manifest)
-        return self.told()
+        return await self.told(plan)
 
-    def told(self) -> dict[str, str]:
-        """Return what there is to know of a backup that is listed."""
+    async def told(self, plan: Plan) -> dict[str, str]:
+        """See `Target`."""
+        await anyio.lowlevel.checkpoint()
         entry = None if self._manifest is None else self._manifest.find(self.sequence)
         return {
             "path": str(self._file),
@@ -239,8 +243,12 @@ class NbdTarget:
 
     async def keep(self, plan: Plan, size_bytes: int) -> dict[str, str]:
         """Nothing is left to do."""
+        return await self.told(plan) | {"bytes": str(size_bytes)}
+
+    async def told(self, plan: Plan) -> dict[str, str]:
+        """See `Target`."""
         await anyio.lowlevel.checkpoint()
-        return {"path": self.name, "sequence": str(self.sequence), "bytes": str(size_bytes)}
+        return {"path": self.name, "sequence": str(self.sequence)}
 
     async def remove(self) -> None:
         """Leave it: what was there before is gone anyway."""
