@@ -27,7 +27,7 @@ from tests.integration.stord_classes_helpers import (
     relay,
     spec,
 )
-from tests.integration.stord_helpers import IDS, Node, needs_qsd, open_node
+from tests.integration.stord_helpers import IDS, Node, meta, needs_qsd, open_node
 from tests.integration.tiny_vm import free_port
 from tests.integration.vhost_client import VhostDisk
 
@@ -136,6 +136,44 @@ async def test_a_device_stays_served_and_is_given_back_after_stord_was_killed(
 
         assert not node.layout.device(volume).exists()
         await node.delete(volume)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+async def test_a_file_moves_to_a_device_and_back(node: Node, scratch: Path, attached: bool) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    file = spec("file")
+    with loop_device(scratch / "disk") as device:
+        device.write_bytes(b"old" * 1000)
+        await open_class(node, volume, file)
+        info = await node.attach(volume, vm)
+        await anyio.to_thread.run_sync(_use, Path(info.export_path), 0)
+        for target in (block(device), file):
+            if not attached:
+                await node.detach(volume, vm)
+            await move(node, volume, target)
+            if not attached:
+                info = await node.attach(volume, vm)
+            await anyio.to_thread.run_sync(_use, Path(info.export_path), 1)
+        await node.detach(volume, vm)
+        await node.delete(volume)
+
+        assert device.read_bytes()[8 * 512 :][: len(DATA)] == DATA
+        assert not node.layout.device(volume).parent.exists()
+
+
+async def move(node: Node, volume: str, target: wire.VolumeBackend) -> None:
+    """Move a volume and wait for the end of it."""
+    request = wire.MoveVolume(meta=meta(), volume_id=volume, backend=target)
+    async with node.client() as client:
+        job = await client.call(wire.MOVE_VOLUME, request)
+
+        async def ended() -> wire.JobInfo | None:
+            found = await client.call(wire.GET_JOB, wire.JobRef(job_id=job.job_id))
+            return None if found.state is wire.JobState.RUNNING else found
+
+        final = await wait_until(ended, timeout_s=30.0)
+        assert final is not None
+        assert final.state is wire.JobState.DONE, final
 
 
 @pytest.mark.parametrize("point", ["after_grant", "after_lock", "after_blockdev", "after_rename"])

@@ -119,15 +119,6 @@ class Elsewhere(ABC):
                 raise
         return True
 
-    async def take(self, volume_id: str, spec: VolumeBackend) -> None:
-        """Find or make the bytes for a volume that is to move here; `discard` gives them up.
-
-        What an earlier try left is discarded first by the caller. Nothing keeps the place for the
-        volume before its description says so.
-        """
-        async with self._making:
-            await self._take(volume_id, spec)
-
     async def _take(self, volume_id: str, spec: VolumeBackend) -> None:
         await anyio.to_thread.run_sync(self._refuse_shared, volume_id, spec)
         await self.prepare(volume_id, spec)
@@ -145,8 +136,7 @@ class Elsewhere(ABC):
     async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:
         """Find or make the bytes for a volume that comes from elsewhere."""
         async with self._making:
-            await anyio.to_thread.run_sync(self._refuse_shared, volume_id, spec)
-            await self.prepare(volume_id, spec)
+            await self._take(volume_id, spec)
 
     async def drop_base(self, volume_id: str, spec: VolumeBackend) -> None:
         """Forget the bytes; remove them if we made them."""

@@ -59,6 +59,10 @@ class LvmBackend(OnDevice):
     def _name(self, volume_id: str) -> str:
         return self._layout.external_name(volume_id)
 
+    def _is_ours(self, place: LvmPlace, found: lvm_tools.LogicalVolume) -> bool:
+        """Tell whether it is the volume's at this very place: thin or not as described."""
+        return self._tag() in found.tags and found.pool_lv == place.thin_pool
+
     def _tag(self) -> str:
         return f"chv_{self._layout.instance}"
 
@@ -83,7 +87,7 @@ class LvmBackend(OnDevice):
                 tag=self._tag(),
             )
             await failpoint("stord.lvm.after_create")
-        elif self._tag() not in found.tags or (not place.thin_pool and not self._noted(volume_id)):
+        elif not self._is_ours(place, found) or not (place.thin_pool or self._noted(volume_id)):
             raise OwnershipConflict(
                 f"{place.volume_group}/{name} is there although no volume has it; left alone",
                 resource=volume_id,
@@ -159,7 +163,7 @@ class LvmBackend(OnDevice):
         place, name = _place(spec), self._name(volume_id)
         await anyio.to_thread.run_sync(devices.drop_node, self._layout.device(volume_id))
         found = await lvm_tools.logical_volume(place.volume_group, name)
-        if found is not None and self._tag() in found.tags:
+        if found is not None and self._is_ours(place, found):
             await lvm_tools.remove(place.volume_group, name)
         await anyio.to_thread.run_sync(self._note(volume_id).unlink, True)
 

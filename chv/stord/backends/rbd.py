@@ -66,6 +66,9 @@ class RbdBackend(OnServer):
     async def discard(self, volume_id: str, spec: VolumeBackend) -> None:
         """Remove the image."""
         await ceph.remove(self.place(spec), self._layout.external_name(volume_id))
+        directory = self._layout.volume(volume_id)
+        for lent in directory.glob("ceph-*") if directory.is_dir() else ():
+            await anyio.to_thread.run_sync(ceph.take_back, lent)
 
     async def extend_device(self, volume_id: str, spec: VolumeBackend) -> None:
         """Enlarge the image; its client is told by the cluster."""
@@ -115,6 +118,15 @@ class RbdBackend(OnServer):
             os.chown(lock, uid, uid, follow_symlinks=False)
             if before not in (0, uid):
                 ceph.take_back(self._layout.cluster_access(volume_id, before))
+
+    def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
+        """Give the key to a storage uid; 0 takes it back from the one that has the lock."""
+        if uid != 0:
+            self.permit(spec)
+            anyio.from_thread.run(self._lend, volume_id, spec, uid)
+            return
+        holder = self.lock_path(volume_id).stat().st_uid
+        ceph.take_back(self._layout.cluster_access(volume_id, holder))
 
     async def _lend(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
         place, image = self.place(spec), self._layout.external_name(volume_id)
