@@ -123,6 +123,7 @@ class Model:
                 assert uid not in held, "I5: a volume was closed under a VMM"
                 self.attached.discard(uid)
                 self.serving = self.serving or not self.attached
+                self.restarting = self.restarting and bool(self.attached)
                 self.regrown |= {d.grow_now for d in desired.disks if d.volume_uid == uid}
             case s.ForgetWorkerStep():
                 assert not alive
