@@ -6,6 +6,7 @@ With CHV_LONG=1 the full counts of kills, else a sample.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -35,7 +36,7 @@ while [ ! -e /tmp/stop ]; do
     2> /dev/null || echo write $1 $i >> /tmp/bad
   got=$(dd if=/dev/vdc bs=4096 skip=$at count=1 iflag=direct 2> /dev/null | head -c 16)
   [ "$got" = "$(printf '%016d' $i)" ] || echo read $1 $i: $got >> /tmp/bad
-  echo $i > /tmp/count.$1
+  echo "round $1 $i end" > /dev/console
 done
 j=$((i - 63)); [ $j -gt 0 ] || j=1
 while [ $j -le $i ]; do
@@ -47,7 +48,7 @@ done
 echo done > /tmp/done.$1
 END
 : > /tmp/bad
-for w in 0 1 2 3; do echo 0 > /tmp/count.$w; (sh /tmp/write $w > /dev/null 2>&1 &); done
+for w in 0 1 2 3; do (sh /tmp/write $w > /dev/null 2>&1 &); done
 """
 
 
@@ -103,15 +104,16 @@ async def finished(vm: TinyVm) -> bool:
 
 
 async def wrote(vm: TinyVm, count: int) -> None:
-    """Wait until every writer has made that many further rounds."""
+    """Wait until every writer has made that many further rounds; they say so on the console."""
+    goals = [each + count for each in rounds(vm)]
 
-    async def rounds() -> list[int]:
-        return [int(each or 0) for each in (await vm.ssh("cat /tmp/count.*"))[1].split()]
-
-    goals = [each + count for each in await rounds()]
-
-    async def reached() -> bool:
-        now = await rounds()
-        return len(now) == WRITERS and all(a >= b for a, b in zip(now, goals, strict=True))
+    def reached() -> bool:
+        return all(now >= goal for now, goal in zip(rounds(vm), goals, strict=True))
 
     await wait_until(reached, timeout_s=60, what="writes go on")
+
+
+def rounds(vm: TinyVm) -> list[int]:
+    said = re.findall(r"round (\d) (\d+) end", vm.console)
+    last = {int(writer): int(count) for writer, count in said}
+    return [last.get(writer, 0) for writer in range(WRITERS)]
