@@ -18,22 +18,16 @@ from chv.common.errors import (
     DataLoss,
     FailedPrecondition,
     InUse,
-    InvalidArgument,
     NotFound,
-    StaleGeneration,
-    Unavailable,
 )
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import (
     Limits,
     OpenVolume,
     VolumeBackend,
-    VolumeClass,
-    VolumeFormat,
     VolumeInfo,
 )
 from chv.stord import limits as limit_rules
-from chv.stord.backends import disk_files
 from chv.stord.backends.base import Backend
 from chv.stord.clones import refuse_used
 from chv.stord.enlarge import enlarge_overlay
@@ -46,6 +40,7 @@ from chv.stord.rekey import Rekeys
 from chv.stord.sources import Sources
 from chv.stord.tuning import Tuning, same_limits
 from chv.stord.volume_info import Describer
+from chv.stord.volume_rules import check_change, check_generation, key_of, unusable
 from chv.stord.work import Parts
 
 log = logs.get(__name__)
@@ -160,11 +155,11 @@ class Volumes:
     # --- change
     async def _change(self, row: Volume, request: OpenVolume) -> None:
         spec = await self._checked(request.backend, sources=False)
-        _check_change(row, spec)
+        check_change(row, spec)
         if self.rekeys is not None and spec.encryption != row.backend.encryption:
             await self.rekeys.finish(row.volume_id)
             row = self._records.volumes[row.volume_id]
-            await self.rekeys.check(row, _key(spec))
+            await self.rekeys.check(row, key_of(spec))
         larger = spec.size_bytes > row.backend.size_bytes
         if larger:
             self._filler.refuse_busy(row.volume_id)
@@ -177,7 +172,7 @@ class Volumes:
             backend=spec,
             state=VolumeState.GROWING if larger else VolumeState.OPEN,
             made_size_bytes=made,
-            old_key=row.key if _key(spec) != row.key else row.old_key,
+            old_key=row.key if key_of(spec) != row.key else row.old_key,
         )
         await self._records.put_volume(changed)
         await self._rotate(row.volume_id)
@@ -198,7 +193,9 @@ class Volumes:
         if self._records.holder(row.volume_id) is None:
             await self._grow_detached(row, DETACHED)
         elif await self._tuning.grow(row.volume_id, request.client):
-            await self._record_grown(row, ONLINE)
+            # What describes the volume beside its files is written when it is attached next.
+            await self._put(row, state=VolumeState.OPEN, applied=ONLINE)
+            log.info("volume_grown", volume_id=row.volume_id, applied=ONLINE)
         else:
             await self._put(row, state=VolumeState.OPEN, applied=NEXT_START)
             log.info("growth_pending", volume_id=row.volume_id, size_bytes=row.backend.size_bytes)
@@ -226,7 +223,7 @@ class Volumes:
         await self._put(row, state=VolumeState.GROWING)
         await failpoint("stord.grow.before_attach")
         try:
-            await self._grow_detached(self._records.volumes[volume_id], NEXT_START)
+            await self._grow_detached(self._records.volumes[volume_id], row.applied or NEXT_START)
         except ChvError as error:
             log.warning("growth_failed", volume_id=volume_id, error=error, next="at the next start")
             await self._put(row, state=VolumeState.OPEN)
@@ -340,12 +337,7 @@ class Volumes:
         found = await self._disks.inspect(volume_id)
         if found.state == "open":
             return
-        message = f"the volume is {found.state}: {found.problem}"
-        error: ChvError = Unavailable(
-            message, resource=volume_id, hint="bring the device or server back, then start again"
-        )
-        if row.backend.class_name is VolumeClass.FILE:
-            error = DataLoss(message, resource=volume_id, hint=_remedy(row))
+        error = unusable(row, found)
         await self.note_error(volume_id, error)
         raise error
 
@@ -377,40 +369,3 @@ class Volumes:
     async def _put(self, row: Volume, **changes: object) -> None:
         current = self._records.volumes.get(row.volume_id, row)
         await self._records.put_volume(msgspec.structs.replace(current, **changes))
-
-
-def check_generation(row: Volume, generation: int) -> None:
-    """Refuse a caller that has not seen the newest generation."""
-    if generation < row.generation:
-        raise StaleGeneration(
-            f"generation {generation} of the volume is older than {row.generation}",
-            resource=row.volume_id,
-        )
-
-
-def _remedy(row: Volume) -> str:
-    if row.backend.format is VolumeFormat.QCOW2:
-        return f"chv volume repair {row.volume_id}, or restore a backup"
-    return "put the file back as it was, or restore a backup"
-
-
-def _key(spec: VolumeBackend) -> str:
-    return "" if spec.encryption is None else spec.encryption.key
-
-
-def _check_change(row: Volume, spec: VolumeBackend) -> None:
-    there = row.backend
-    if disk_files.identity(spec) != disk_files.identity(there):
-        raise InvalidArgument(
-            f"the volume is {there.format.value} and keeps its class, place, format and source",
-            resource=row.volume_id,
-            field="backend",
-            hint="make a new volume, or move it (MoveVolume)",
-        )
-    if spec.size_bytes < there.size_bytes:
-        raise InvalidArgument(
-            f"{spec.size_bytes} bytes are less than the {there.size_bytes} that the volume has",
-            resource=row.volume_id,
-            field="backend.size_bytes",
-            hint="a volume never becomes smaller",
-        )
