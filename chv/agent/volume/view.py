@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from chv.agent.conditions import condition
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
-from chv.agent.volume.wish import shown_limits
+from chv.agent.volume.wish import NO_LIMITS, shown_limits
 from chv.common.quantity import format_bytes
 from chv.common.wire import stord
 from chv.common.wire.resources import Condition, VolumeSnapshotPart, VolumeStatus
@@ -21,7 +23,7 @@ def volume_status(
     if seen is None:
         return VolumeStatus(phase=phase(stored, seen), progress=progress)
     applied = APPLIED.get(seen.applied, "")
-    return VolumeStatus(
+    status = VolumeStatus(
         phase=phase(stored, seen),
         size_bytes=seen.size_bytes,
         allocated_bytes=seen.allocated_bytes,
@@ -31,7 +33,6 @@ def volume_status(
         readers=[name_of(tables, uid) for uid in seen.readers],
         location=seen.location or seen.path,
         cache=seen.cache,
-        limits=shown_limits(seen.limits),
         encrypted=bool(seen.encryption_key),
         encryption_key=seen.encryption_key.rpartition("/")[2],
         layers=seen.layers,
@@ -41,6 +42,8 @@ def volume_status(
         progress=progress,
         last_error=seen.last_error,
     )
+    limits = shown_limits(seen.limits)
+    return status if limits == NO_LIMITS else msgspec.structs.replace(status, limits=limits)
 
 
 def phase(stored: StoredObject, seen: stord.VolumeInfo | None) -> str:

@@ -34,6 +34,7 @@ _replace = msgspec.structs.replace
 P = TypeVar("P", bound=msgspec.Struct)
 Source = stord.VolumeSource | stord.SnapshotSource | stord.BackupSource
 PLACES = ("class_name", "format", "pool", "block", "lvm", "nbd", "iscsi", "rbd")
+NO_LIMITS = VolumeLimits()
 SOURCES = ("source", "snapshot", "backup")
 
 
@@ -154,15 +155,18 @@ def limits_of(limits: VolumeLimits) -> stord.Limits:
 
 def shown_limits(limits: stord.Limits) -> VolumeLimits:
     """Return what the storage daemon reports as a manifest would say it."""
-    return VolumeLimits(
-        iops_total=_shown_iops(limits.iops_total),
-        iops_read=_shown_iops(limits.iops_read),
-        iops_write=_shown_iops(limits.iops_write),
-        bandwidth_total=_shown_bandwidth(limits.bps_total),
-        bandwidth_read=_shown_bandwidth(limits.bps_read),
-        bandwidth_write=_shown_bandwidth(limits.bps_write),
-        iops_size=_quantity(limits.iops_size_bytes),
-    )
+    shown: dict[str, object] = {
+        "iops_total": _shown_iops(limits.iops_total),
+        "iops_read": _shown_iops(limits.iops_read),
+        "iops_write": _shown_iops(limits.iops_write),
+        "bandwidth_total": _shown_bandwidth(limits.bps_total),
+        "bandwidth_read": _shown_bandwidth(limits.bps_read),
+        "bandwidth_write": _shown_bandwidth(limits.bps_write),
+        "iops_size": _quantity(limits.iops_size_bytes),
+    }
+    # A default is left out of the JSON only where it is not given.
+    given = {name: value for name, value in shown.items() if value != getattr(NO_LIMITS, name)}
+    return _replace(NO_LIMITS, **given) if given else NO_LIMITS
 
 
 def _iops(limit: IopsLimit) -> stord.Rate:

@@ -103,6 +103,8 @@ async def test_the_whole_spec_reaches_stord_and_what_it_says_is_shown() -> None:
         assert backend.limits.iops_total == stord.Rate(limit=500, burst=900, burst_s=5)
         assert backend.limits.bps_read.limit == 10 << 20
         assert backend.limits.iops_size_bytes == 64 << 10
+        raw = bench.engine.get(api.ObjectRef(kind="Volume", name="data")).object
+        assert json.loads(bytes(raw))["status"]["limits"] == limits
         shown = bench.get("Volume", "data").status
         assert shown.phase == "Ready"
         assert shown.limits.bandwidth_read.limit == "10Mi"
@@ -554,6 +556,7 @@ def test_status_is_json_without_what_is_empty() -> None:
             await done(bench, volume())
             request = api.ObjectRef(kind="Volume", name="data")
             status = json.loads(bytes(bench.engine.get(request).object))["status"]
+            assert "limits" not in status
             assert "readers" not in status
             assert "pendingSizeBytes" not in status
 
