@@ -5,22 +5,24 @@ A mutant is a context manager that breaks one rule of the real agent and puts it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
 from chv.agent import cascade, recovery, tables
+from chv.agent.context import Context
 from chv.agent.ledger import Ledger
 from chv.agent.records import Change, Record
 from chv.agent.simple import SimpleReconciler
-from chv.agent.vm import apply, ending, freeze, model, observe, plan, reconciler
+from chv.agent.snapshot.reconciler import SnapshotReconciler
+from chv.agent.vm import apply, ending, freeze, model, observe, plan, plugging, reconciler
 from chv.agent.vm.model import (
     DesiredVm,
     ObservedVm,
 )
 from chv.agent.vm.steps import (
-    AddDiskStep,
     DetachNicStep,
     DetachVolumeStep,
     MarkRecoveringStep,
@@ -30,6 +32,7 @@ from chv.agent.vm.steps import (
     StopStep,
 )
 from chv.common.errors import DeadlineExceeded
+from chv.agent.volume.requests import Requests
 from chv.common.wire.agent import OperationState
 from chv.common.wire.stord import BackendState
 
@@ -248,18 +251,18 @@ def detach_before_the_guest_lets_go() -> Iterator[None]:
 def plug_before_it_is_written_down() -> Iterator[None]:
     """A disk is recorded only after it was plugged."""
 
-    async def add_disk(self: apply.Applier, step: AddDiskStep) -> None:
+    async def plug(context: Any, *arguments: Any) -> None:
         records: list[Any] = []
 
-        async def put_disks(row: Any, disks: Any) -> None:
-            records.append((row, disks))
+        async def record(*arguments: Any) -> None:
+            records.append(arguments)
 
-        with patch.object(self, "_put_disks", put_disks):
-            await real(self, step)
-        await self._put_disks(*records[0])
+        with patch.object(plugging, "record", record):
+            await real(context, *arguments)
+        await plugging.record(*records[0])
 
-    real = apply.Applier._add_disk
-    with patch.object(apply.Applier, "_add_disk", add_disk):
+    real = plugging.plug
+    with patch.object(plugging, "plug", plug):
         yield
 
 
@@ -267,13 +270,14 @@ def plug_before_it_is_written_down() -> Iterator[None]:
 def take_an_unplug_for_done() -> Iterator[None]:
     """A guest that has not let go of its disk in time counts as one that has."""
 
-    async def remove_disk(self: apply.Applier, disk_id: str) -> None:
+    async def unplug(context: Any, vm: Any, disk_id: str) -> None:
         with suppress(DeadlineExceeded):
-            await self._context.world.vmm.remove_disk(self._handle, disk_id)
-        row = self._row
-        await self._put_disks(row, tuple(d for d in row.config.disks if d.id != disk_id))
+            await context.world.vmm.remove_disk(vm, disk_id)
+        row = context.ledger.tables.workers[vm.uid]
+        left = tuple(d for d in row.config.disks if d.id != disk_id)
+        await plugging.record(context, row, left)
 
-    with patch.object(apply.Applier, "_remove_disk", remove_disk):
+    with patch.object(plugging, "unplug", unplug):
         yield
 
 
@@ -298,7 +302,50 @@ def a_restart_is_a_loss() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forget_that_a_snapshot_was_taken() -> Iterator[None]:
+    """That a snapshot was taken is not remembered."""
+
+    async def record(self: SnapshotReconciler, **changes: object) -> None:
+        changes.pop("taken", None)
+        await real(self, **changes)
+
+    real = SnapshotReconciler._record
+    with patch.object(SnapshotReconciler, "_record", record):
+        yield
+
+
+@contextmanager
+def a_verb_that_has_ended_stays_recorded() -> Iterator[None]:
+    """The operation of a verb ends and its request stays: it would be done over and over."""
+
+    async def end(
+        self: Requests, request: Any, state: Any, message: str, error: Any = None
+    ) -> None:
+        await self._context.operations.end(request.operation_id, state, message, error)
+
+    with patch.object(Requests, "_end", end):
+        yield
+
+
+@contextmanager
+def a_move_for_whatever_operation_is_there() -> Iterator[None]:
+    """A move begins under an operation that a newer spec has brought meanwhile."""
+
+    def stored(self: Context, uid: str) -> Any:
+        known = real(self, uid)
+        frame = sys._getframe(1)
+        return frame.f_locals["stored"] if frame.f_code.co_name == "_begin" else known
+
+    real = Context.stored
+    with patch.object(Context, "stored", stored):
+        yield
+
+
 MUTANTS = (
+    forget_that_a_snapshot_was_taken,
+    a_verb_that_has_ended_stays_recorded,
+    a_move_for_whatever_operation_is_there,
     detach_before_the_guest_lets_go,
     plug_before_it_is_written_down,
     take_an_unplug_for_done,

@@ -25,14 +25,8 @@ from chv.agent.records import (
     StoredObject,
     WorkerRow,
 )
-from chv.agent.vm import model, steps
-from chv.agent.vm.config import (
-    Parts,
-    boot_index_of,
-    disk_config,
-    served_disks,
-    vmm_config,
-)
+from chv.agent.vm import model, plugging, steps
+from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.ending import forget_worker
 from chv.agent.vm.journal import NAMES, title
@@ -43,7 +37,6 @@ from chv.common.failpoint import failpoint
 from chv.common.quantity import parse_duration_s
 from chv.common.wire import nwd, stord
 from chv.common.wire.resources import CloudInitSpec, VirtualMachine
-from chv.vmm.driver import DiskConfig
 
 STEP_S = 90.0  # no single effect but the stop ladder may take longer
 AWAIT_DISKS_S = 20.0
@@ -135,9 +128,9 @@ class Applier:
             case steps.ResumeStep():
                 await port.resume(vm)
             case steps.AddDiskStep():
-                await self._add_disk(step)
+                await plugging.plug(self._context, vm, self._desired, step, self._served)
             case steps.RemoveDiskStep(disk_id=disk_id):
-                await self._remove_disk(disk_id)
+                await plugging.unplug(self._context, vm, disk_id)
             case steps.ThawStep():
                 await port.thaw_guest(vm)
                 await self._put_worker(_replace(self._row, frozen=False))
@@ -300,30 +293,6 @@ class Applier:
         if record is None:
             raise Conflict("the process to adopt is not there", resource=self._uid)
         await self._put_worker(_replace(self._row, record=record))
-
-    # --- disks of a running VM
-
-    async def _add_disk(self, step: steps.AddDiskStep) -> None:
-        """Record the disk, then plug it: what may be plugged is never detached."""
-        disk = next((d for d in self._desired.disks if d.disk_id == step.disk_id), None)
-        info = self._served.get(step.volume_uid)
-        if disk is None or info is None:
-            raise Conflict("the disk is not served any more", resource=self._uid)
-        row = self._row
-        config = disk_config(disk, info.export_path, boot_index_of(row.config, self._desired, disk))
-        others = tuple(each for each in row.config.disks if each.id != config.id)
-        await self._put_disks(row, (*others, config))
-        await failpoint("agent.vm.add_disk_effect.before")
-        await self._context.world.vmm.add_disk(self._handle, config)
-
-    async def _remove_disk(self, disk_id: str) -> None:
-        await self._context.world.vmm.remove_disk(self._handle, disk_id)
-        await failpoint("agent.vm.remove_disk_record.before")
-        row = self._row
-        await self._put_disks(row, tuple(d for d in row.config.disks if d.id != disk_id))
-
-    async def _put_disks(self, row: WorkerRow, disks: tuple[DiskConfig, ...]) -> None:
-        await self._put_worker(_replace(row, config=_replace(row.config, disks=disks)))
 
     # --- storage loss and reset
 

@@ -60,11 +60,14 @@ async def frozen(context: Context, vm_uid: str, timeout_s: float) -> AsyncIterat
 
 
 async def _freeze(context: Context, vm: VmHandle) -> None:
+    unasked: Unavailable | None = None
     try:
         await context.world.vmm.freeze_guest(vm)
-    except Unavailable:  # it was not asked
+    except Unavailable as error:
+        unasked = error
+    if unasked is not None:
         await _mark(context, vm.uid, frozen=False)
-        raise
+        raise unasked
     await failpoint("agent.vm.freeze.after")
 
 

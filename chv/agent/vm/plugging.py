@@ -1,0 +1,66 @@
+"""The effects on the disks of a running VM: a disk is in the record whenever it may be plugged.
+
+So it is written down before it is plugged, and struck out after guest and VMM have let go of it:
+whoever finds it in the record after a crash does not let stord stop serving it. Both may be
+repeated. Fails with the error of the port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from chv.agent.context import Context
+from chv.agent.ports import VmHandle
+from chv.agent.records import PutWorker, WorkerRow
+from chv.agent.vm.config import boot_index_of, disk_config
+from chv.agent.vm.model import DesiredVm
+from chv.agent.vm.steps import AddDiskStep
+from chv.common.errors import Conflict
+from chv.common.failpoint import failpoint
+from chv.common.wire.stord import AttachmentInfo
+from chv.vmm.driver import DiskConfig
+
+_replace = msgspec.structs.replace
+
+
+async def plug(
+    context: Context,
+    vm: VmHandle,
+    desired: DesiredVm,
+    step: AddDiskStep,
+    served: Mapping[str, AttachmentInfo],
+) -> None:
+    """Record the disk, then plug it."""
+    disk = next((each for each in desired.disks if each.disk_id == step.disk_id), None)
+    info = served.get(step.volume_uid)
+    if disk is None or info is None:
+        raise Conflict("the disk is not served any more", resource=vm.uid)
+    row = _row(context, vm)
+    config = disk_config(disk, info.export_path, boot_index_of(row.config, desired, disk))
+    others = tuple(each for each in row.config.disks if each.id != config.id)
+    await record(context, row, (*others, config))
+    await failpoint("agent.vm.add_disk_effect.before")
+    await context.world.vmm.add_disk(vm, config)
+
+
+async def unplug(context: Context, vm: VmHandle, disk_id: str) -> None:
+    """Let guest and VMM let go of the disk, then strike it out."""
+    await context.world.vmm.remove_disk(vm, disk_id)
+    await failpoint("agent.vm.remove_disk_record.before")
+    row = _row(context, vm)
+    await record(context, row, tuple(d for d in row.config.disks if d.id != disk_id))
+
+
+async def record(context: Context, row: WorkerRow, disks: tuple[DiskConfig, ...]) -> None:
+    """Store which disks may be plugged."""
+    row = _replace(row, config=_replace(row.config, disks=disks))
+    await context.ledger.commit(PutWorker(row=row))
+
+
+def _row(context: Context, vm: VmHandle) -> WorkerRow:
+    row = context.ledger.tables.workers.get(vm.uid)
+    if row is None:
+        raise Conflict("the VMM was forgotten", resource=vm.uid)
+    return row
