@@ -15,7 +15,7 @@ import msgspec
 from chv.common.errors import ChvError, DeadlineExceeded, Internal, ResourceExhausted
 from chv.common.ids import short_uid
 from chv.stord.qsd import graph
-from chv.stord.qsd.monitor import Monitor
+from chv.stord.qsd.monitor import CALL_TIMEOUT_S, Monitor
 
 READY, PENDING, CONCLUDED = "ready", "pending", "concluded"
 QUERY_PAUSE_S = 0.005
@@ -37,9 +37,9 @@ def job_name(word: str, volume_id: str) -> str:
     return f"{word}-{short_uid(volume_id)}"
 
 
-async def find_all(monitor: Monitor) -> dict[str, BlockJob]:
+async def find_all(monitor: Monitor, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, BlockJob]:
     """Return every job by its name."""
-    rows = cast(list[dict[str, Any]], await monitor.call("query-jobs"))
+    rows = cast(list[dict[str, Any]], await monitor.call("query-jobs", timeout_s=timeout_s))
     return {row["id"]: _job(row) for row in rows}
 
 
