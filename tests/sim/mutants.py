@@ -5,14 +5,12 @@ A mutant is a context manager that breaks one rule of the real agent and puts it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
 from chv.agent import cascade, recovery, tables
-from chv.agent.context import Context
 from chv.agent.ledger import Ledger
 from chv.agent.records import Change, Record
 from chv.agent.simple import SimpleReconciler
@@ -31,8 +29,8 @@ from chv.agent.vm.steps import (
     Step,
     StopStep,
 )
-from chv.common.errors import DeadlineExceeded
 from chv.agent.volume.requests import Requests
+from chv.common.errors import DeadlineExceeded
 from chv.common.wire.agent import OperationState
 from chv.common.wire.stord import BackendState
 
@@ -328,24 +326,9 @@ def a_verb_that_has_ended_stays_recorded() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def a_move_for_whatever_operation_is_there() -> Iterator[None]:
-    """A move begins under an operation that a newer spec has brought meanwhile."""
-
-    def stored(self: Context, uid: str) -> Any:
-        known = real(self, uid)
-        frame = sys._getframe(1)
-        return frame.f_locals["stored"] if frame.f_code.co_name == "_begin" else known
-
-    real = Context.stored
-    with patch.object(Context, "stored", stored):
-        yield
-
-
 MUTANTS = (
     forget_that_a_snapshot_was_taken,
     a_verb_that_has_ended_stays_recorded,
-    a_move_for_whatever_operation_is_there,
     detach_before_the_guest_lets_go,
     plug_before_it_is_written_down,
     take_an_unplug_for_done,
