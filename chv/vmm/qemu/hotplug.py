@@ -77,12 +77,15 @@ async def add(monitor: Monitor, disk: DiskConfig, version: tuple[int, int]) -> N
     port = await _free_port(monitor, known)
     await _drop_chardev(monitor, disk.id)  # of an attempt that was cut short, perhaps elsewhere
     await monitor.tell("chardev-add", spec.disk_connection(disk, version))
+    refusal: ChvError | None = None
     try:
         await _await_connection(monitor, disk)
         await monitor.tell("device_add", spec.disk_arguments(disk, port))
-    except (Unavailable, FailedPrecondition):
+    except (Unavailable, FailedPrecondition) as error:
+        refusal = error
+    if refusal is not None:
         await _drop_chardev(monitor, disk.id)
-        raise
+        raise refusal
 
 
 async def remove(monitor: Monitor, disk_id: str) -> None:

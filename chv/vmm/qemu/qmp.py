@@ -55,6 +55,12 @@ class _Client(QMPClient):
         super().__init__(readbuflen=REPLY_BYTES_MAX)
         self.logger = logging.Logger("chv.vmm.qemu.silent", level=logging.CRITICAL + 1)
 
+    def _cb_outbound(self, msg: Message) -> Message:
+        return msg  # the library would make a text of every message for its log
+
+    def _cb_inbound(self, msg: Message) -> Message:
+        return msg
+
 
 class Monitor:
     """The monitor of one QEMU process at `path`."""
