@@ -188,7 +188,7 @@ async def test_a_place_that_is_gone_keeps_its_volumes_level_and_harms_no_other(s
     async def gone() -> None:
         raise OSError(5, "Input/output error")
 
-    site.monitor._statvfs = lambda directory: gone()  # type: ignore[method-assign, return-value]
+    site.monitor._statvfs = lambda directory: gone()  # type: ignore[method-assign]
     await site.monitor.look()
     assert site.levels.get(volume) is CRITICAL
 
