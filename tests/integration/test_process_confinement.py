@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,18 +41,18 @@ async def shell(text: str, *rules: PathAccess, empty_netns: bool = False) -> tup
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place() -> Iterator[Path]:
     """A directory that the user may do everything in."""
-    for parent in (tmp_path, *tmp_path.parents):
-        if not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o011)
+    root = Path(tempfile.mkdtemp(prefix="chv-test-"))
+    root.chmod(0o711)
     for name in ("allowed", "other"):
-        directory = tmp_path / name
+        directory = root / name
         directory.mkdir()
         directory.chmod(0o777)
         (directory / "file").write_text(f"the {name} one\n")
         (directory / "file").chmod(0o666)
-    return tmp_path
+    yield root
+    shutil.rmtree(root)
 
 
 @with_landlock

@@ -28,7 +28,7 @@ from chv.stord.space import SpaceMonitor
 from chv.stord.tools import Tools
 from chv.stord.work import Parts
 from tests.disks import small_tmpfs
-from tests.integration.stord_helpers import Node, needs_qsd, open_node
+from tests.integration.stord_helpers import Node, needs_qsd, open_node, short_root
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
@@ -193,14 +193,8 @@ async def test_a_place_that_is_gone_keeps_its_volumes_level_and_harms_no_other(s
     assert site.levels.get(volume) is CRITICAL
 
 
-async def test_a_volume_shows_its_level_a_watcher_is_told_and_metrics_count(
-    tmp_path: Path,
-) -> None:
-    small_pool = tmp_path / "pool"
-    for parent in (tmp_path, *tmp_path.parents):
-        if not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o011)
-    with small_tmpfs(small_pool, 20) as pool:
+async def test_a_volume_shows_its_level_a_watcher_is_told_and_metrics_count() -> None:
+    with short_root() as root, small_tmpfs(root / "pool", 20) as pool:
         settings = f'pools = {{ small = "{pool}" }}\nspace_critical_percent = 80'
         async with open_node(storage=settings) as node:
             await tell_of_space(node, pool)
