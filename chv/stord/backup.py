@@ -128,7 +128,8 @@ class Backups:
             await self._record(plan, target)
             await failpoint("stord.backup.after_record")
         except BaseException as error:
-            await self._clean_after(error, bench, plan.row)
+            with anyio.move_on_after(CLEAN_TIMEOUT_S, shield=True):
+                await self._clean_after(error, bench, plan.row)
             raise
         await self._clean(bench, plan.row, plan.bitmap)
         return result
@@ -222,13 +223,12 @@ class Backups:
 
     async def _clean_after(self, error: BaseException, bench: Bench, row: Volume) -> None:
         """Clean up after a failure, which is what the caller tells of."""
-        with anyio.move_on_after(CLEAN_TIMEOUT_S, shield=True):
-            try:
-                await self._clean(bench, row, row.backup_bitmap)
-            except ChvError as second:  # it has ended, and all of the backup in it with it
-                log.warning(
-                    "backup_not_cleaned", volume_id=row.volume_id, error=second, after=str(error)
-                )
+        try:
+            await self._clean(bench, row, row.backup_bitmap)
+        except ChvError as second:  # it has ended, and all of the backup in it with it
+            log.warning(
+                "backup_not_cleaned", volume_id=row.volume_id, error=second, after=str(error)
+            )
 
     async def _record(self, plan: Plan, target: DirectoryTarget | NbdTarget) -> None:
         async with self._locks.hold(plan.row.volume_id):

@@ -139,7 +139,8 @@ class Moves:
                 await self._begin(volume_id, request.backend)
                 await self._copy(control, request)
             except BaseException as error:
-                await self._abandon_after(error, volume_id)
+                with anyio.move_on_after(CLEAN_TIMEOUT_S, shield=True):
+                    await self._abandon_after(error, volume_id)
                 raise
         await self._finish(volume_id)
         found = await self._disks.inspect(volume_id)
@@ -338,13 +339,10 @@ class Moves:
         await self._put(volume_id, change=None)
 
     async def _abandon_after(self, error: BaseException, volume_id: str) -> None:
-        with anyio.move_on_after(CLEAN_TIMEOUT_S, shield=True):
-            try:
-                await self._abandon(volume_id)
-            except ChvError as second:  # the next move or start tries again
-                log.warning(
-                    "move_not_abandoned", volume_id=volume_id, error=second, after=str(error)
-                )
+        try:
+            await self._abandon(volume_id)
+        except ChvError as second:  # the next move or start tries again
+            log.warning("move_not_abandoned", volume_id=volume_id, error=second, after=str(error))
 
 
 def _job(row: Volume) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from chv.common.errors import (
@@ -156,7 +157,7 @@ async def test_the_key_is_in_no_argument_and_no_environment(layout: Layout, disk
                         seen.append(line + (entry / "environ").read_bytes())
                 except (FileNotFoundError, ProcessLookupError, PermissionError):
                     continue
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(look)
