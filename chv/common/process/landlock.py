@@ -77,6 +77,7 @@ class _RulesetAttributes(ctypes.Structure):
 
 
 class _PathBeneath(ctypes.Structure):
+    _layout_ = "ms"  # what `_pack_` has always meant; newer Pythons want it said
     _pack_ = 1
     _fields_ = [("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32)]
 
