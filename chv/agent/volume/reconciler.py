@@ -141,17 +141,26 @@ class VolumeReconciler(SimpleReconciler):
             await self._context.stord.call(stord.OPEN_VOLUME, request)
             await failpoint("agent.volume.open.after")
 
+        refusal: InvalidArgument | Conflict | None = None
         try:
             await self.effect(stored, "open", act)
-        except InvalidArgument:
-            if seen is None or not await self._has_arrived(seen):
-                raise
-            return Again()  # a move has ended since it was looked at
-        except Conflict:
-            if seen is None or not seen.job:
-                raise
-            return await self._busy(stored, seen)
+        except (InvalidArgument, Conflict) as error:
+            refusal = error
+        if refusal is not None:
+            return await self._refused(stored, seen, refusal)
         return BUSY if asked and seen is not None and seen.state == "open" else Again()
+
+    async def _refused(
+        self,
+        stored: StoredObject,
+        seen: stord.VolumeInfo | None,
+        refusal: InvalidArgument | Conflict,
+    ) -> Outcome:
+        if seen is not None and seen.job and isinstance(refusal, Conflict):
+            return await self._busy(stored, seen)
+        if seen is not None and await self._has_arrived(seen):
+            return Again()  # a move has ended since it was looked at
+        raise refusal
 
     async def _has_arrived(self, before: stord.VolumeInfo) -> bool:
         """Tell whether the volume is at another place than it was seen at."""
