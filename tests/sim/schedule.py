@@ -6,12 +6,15 @@ A schedule is a function of its seed. The agent's code is the real one; time is 
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
 
 from chv.agent.engine import Engine
+from chv.agent.vm.freeze import frozen
 from chv.common import virtual_time
+from chv.common.errors import ChvError
 from chv.common.wire.stord import CrashClass, StorageEvent
 from tests.sim.chaos import TIMEOUT_S, Chaos, is_kill, swarm
 from tests.sim.checks import problems
@@ -24,10 +27,11 @@ QUIET_S_MAX = 600.0  # restarts back off up to a minute, stops take up to 20 s
 RESYNC_S = TIMEOUT_S + 35.0
 STILL_S = 35.0  # a resync of everything, in which nothing may happen
 LIVES_MAX = 200
+FREEZE_RATE = 0.1
 EVENT_PAUSES_S = (0.5, 2.0, 5.0, 10.0)
 HAPPENINGS = (
     "die", "off", "storage", "storage", "storage", "stord", "nwd", "gate", "cling", "full",
-    "restart",
+    "restart", "restart",
 )  # fmt: skip
 
 
@@ -140,10 +144,22 @@ class Schedule:
 
     async def _happenings(self, engine: Engine) -> None:
         """What the world does by itself, until the quiet phase."""
-        while not self.chaos.quiet:
-            await anyio.sleep(self.events_random.choice(EVENT_PAUSES_S))
-            if not self.chaos.quiet and self.events_random.random() < self.event_rate:
-                self._happen(engine)
+        async with anyio.create_task_group() as group:
+            while not self.chaos.quiet:
+                await anyio.sleep(self.events_random.choice(EVENT_PAUSES_S))
+                if not self.chaos.quiet and self.events_random.random() < self.event_rate:
+                    self._happen(engine)
+                    group.start_soon(self._freeze, engine)
+
+    async def _freeze(self, engine: Engine) -> None:
+        """Somebody freezes a guest for a moment, or for longer than is allowed."""
+        draw, host = self.events_random, self.machine.host
+        alive = [process for process in host.processes.values() if process.alive]
+        pause_s = draw.choice((0.0, 1.0, 9.0))
+        if alive and draw.random() < FREEZE_RATE:
+            with suppress(ChvError):
+                async with frozen(engine._context, draw.choice(alive).vm_uid, 5.0):
+                    await anyio.sleep(pause_s)
 
     def _happen(self, engine: Engine) -> None:
         host, draw = self.machine.host, self.events_random
@@ -175,8 +191,11 @@ class Schedule:
                 if told:
                     engine.notify_storage_event(StorageEvent(kind="space", volume_id=uid))
             case "restart" if host.stord.sessions:
-                session = host.stord.sessions[draw.choice(sorted(host.stord.sessions))]
-                session.restarting_until = host.now() + draw.choice((0.5, 5.0))
+                vm_id = draw.choice(sorted(host.stord.sessions))
+                session = host.stord.sessions[vm_id]
+                session.restarting_until = host.now() + draw.choice((0.5, 5.0, 10.0))
+                if told:
+                    engine.notify_storage_event(StorageEvent(kind="backend_lost", vm_id=vm_id))
             case "stord" | "nwd" as name:
                 daemon = host.stord if name == "stord" else host.nwd
                 daemon.down_until = host.now() + draw.choice((1.0, 10.0, 40.0))
@@ -187,8 +206,6 @@ class Schedule:
 
 
 async def _until_it_works(act: object) -> None:
-    from chv.common.errors import ChvError
-
     while True:
         try:
             await act()  # type: ignore[operator]

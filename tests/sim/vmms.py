@@ -83,6 +83,7 @@ class SimHost:
         self.consoles: set[str] = set()
         self.remains: set[str] = set()  # sockets and cgroups of dead VMMs
         self.artifacts: dict[str, ArtifactInfo] = {}
+        self.marks_freeze: Callable[[str], bool] = lambda vm: True
         self.exits = Watch()
         self.intended: Callable[[str, str], bool] = lambda vm, worker: True
         self.intends_disk: Callable[[str, str, str], bool] = lambda vm, disk, volume: True
@@ -240,7 +241,10 @@ class SimHost:
 
     def freeze(self, vm_uid: str, *, frozen: bool) -> None:
         """Freeze or thaw the guest's file systems."""
-        self.agent(vm_uid).frozen = frozen
+        process = self.agent(vm_uid)
+        if frozen and not self.marks_freeze(vm_uid):
+            self.violate(f"I7: the guest of {vm_uid} was frozen, and it is not recorded")
+        process.frozen = frozen
 
 
 def _volume(disk: DiskConfig) -> str:
