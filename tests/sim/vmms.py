@@ -271,7 +271,14 @@ class SimVmms:
 
     async def spawn(self, request: SpawnRequest) -> WorkerRecord:
         obedient = self._chaos.random.random() < 0.7
-        record = await self._do("spawn", lambda: self._host.spawn(request, obedient))
+        clings = 0 if self._chaos.quiet else self._chaos.random.choice((0, 1, 2))
+
+        def effect() -> WorkerRecord:
+            made = self._host.spawn(request, obedient)
+            self._host.processes[made.pid].clings = clings
+            return made
+
+        record = await self._do("spawn", effect)
         assert isinstance(record, WorkerRecord)
         return record
 
