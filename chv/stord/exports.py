@@ -22,9 +22,6 @@ from chv.common.layout import Layout, check_socket_path
 from chv.stord.proxy import command
 
 SOCKET_MODE = 0o660
-UNIX_SOCKETS = Path("/proc/net/unix")
-# Num RefCount Protocol Flags Type St Inode Path
-STATE_FIELD, PATH_FIELD, CONNECTED = 5, 7, b"03"
 
 
 class RunDirectory:
@@ -138,19 +135,3 @@ class RunDirectory:
         self.clear_private()
         with contextlib.suppress(FileNotFoundError, OSError):
             self.path.rmdir()
-
-
-def has_client(socket_path: Path) -> bool:
-    """Tell whether somebody is connected to the socket that was bound as `socket_path`.
-
-    The kernel lists an accepted connection under the name that its listener was bound to, also
-    when the file was renamed since. It does so in the network namespace of the client, which for
-    a VMM is ours, wherever the storage daemon is.
-    """
-    with UNIX_SOCKETS.open("rb") as lines:
-        return any(
-            len(fields) > PATH_FIELD
-            and fields[STATE_FIELD] == CONNECTED
-            and fields[PATH_FIELD] == os.fsencode(socket_path)
-            for fields in map(bytes.split, lines)
-        )

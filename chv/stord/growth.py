@@ -1,8 +1,10 @@
 """When a disk may grow under its VM. Pure.
 
 `block_resize` below an export without a connected client ends the storage daemon (QEMU 10, 11),
-it cuts a client off that gave no channel for requests of ours (Cloud Hypervisor), and before
-QEMU 8 the guest does not see it. Whatever is not surely safe waits for the next start.
+it cuts a client off that gave no channel for requests of ours (Cloud Hypervisor, and a proxy
+that no VMM is behind), and before QEMU 8 the guest does not see it. So a caller's word that its
+VMM takes up a new size is not enough: the channel must be seen (`chv.stord.clients`). Whatever
+is not surely safe waits for the next start.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ ONLINE, NEXT_START, DETACHED = "online", "on_next_start", "detached"
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one attachment. `connected`: a client is on the export right now."""
+    """What is known of one attachment.
+
+    `connected`: a client is on the export right now. `told`: every client of the storage daemon
+    was seen to have given it a channel.
+    """
 
     client: VmmClient
     major: int  # version of the storage daemon that runs
     serving: bool
     connected: bool
-    proxied: bool
+    told: bool
     read_only: bool = False
 
 
@@ -31,8 +37,8 @@ def may_grow_online(now: Situation) -> bool:
     return (
         now.serving
         and now.connected
+        and now.told
         and now.client is VmmClient.QEMU
         and now.major >= MAJOR_MIN
-        and not now.proxied
         and not now.read_only
     )

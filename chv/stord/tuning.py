@@ -12,7 +12,8 @@ from chv.common import logs
 from chv.common.errors import ChvError, Internal
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import Limits, VmmClient
-from chv.stord.exports import RunDirectory, has_client
+from chv.stord import clients
+from chv.stord.exports import RunDirectory
 from chv.stord.growth import Situation, may_grow_online
 from chv.stord.keeper import Keeper
 from chv.stord.qsd import graph
@@ -83,16 +84,7 @@ class Tuning:
             monitor = await work.monitor() if self._serves(row) else None
             if monitor is None:
                 return False
-            run = RunDirectory(self._parts.layout, row.vm_id)
-            now = Situation(
-                client=client,
-                major=await monitor.major(),
-                serving=True,
-                connected=has_client(run.unprimed(volume_id)),
-                proxied=row.proxied,
-                read_only=row.read_only,
-            )
-            if not may_grow_online(now):
+            if not may_grow_online(self._situation(row, client, await monitor.major())):
                 return False
             backend = self._parts.disks.backend(volume.backend)
             await backend.extend_device(volume_id, volume.backend)
@@ -100,6 +92,24 @@ class Tuning:
             await monitor.resize(graph.throttle_node(volume_id), volume.backend.size_bytes)
             await failpoint("stord.grow.after_resize")
         return True
+
+    def _situation(self, row: Attachment, client: VmmClient, major: int) -> Situation:
+        """Look at who is connected: at the last moment, for a client may leave at any."""
+        run = RunDirectory(self._parts.layout, row.vm_id)
+        rows, backend = self._records.of_vm(row.vm_id), self._records.backends[row.vm_id]
+        seen = clients.Connected()
+        if backend.worker is not None and not backend.network:
+            exports = [run.unprimed(each.volume_id) for each in rows]
+            proxies = [each.proxy.pid for each in rows if each.proxy is not None]
+            seen = clients.look(backend.worker.pid, exports, proxies)
+        return Situation(
+            client=client,
+            major=major,
+            serving=True,
+            connected=run.unprimed(row.volume_id) in seen.exports,
+            told=seen.can_all_be_told,
+            read_only=row.read_only,
+        )
 
     def _serves(self, row: Attachment) -> bool:
         backend = self._records.backends.get(row.vm_id)

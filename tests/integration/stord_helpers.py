@@ -25,12 +25,28 @@ from chv.common.process import CgroupProvider, FoundWorker, choose_provider, sca
 from chv.common.rpc import Client, connect
 from chv.common.wire import stord as wire
 from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
+from chv.stord import growth
 
 IDS = Ids()
 MIB = 1 << 20
 needs_qsd = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("qemu-storage-daemon") is None,
     reason="needs root and qemu-storage-daemon",
+)
+
+
+def qsd_major() -> int:
+    """Return the major version of this machine's storage daemon; 0 where there is none."""
+    if (binary := shutil.which("qemu-storage-daemon")) is None:
+        return 0
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+    return int(said.stdout.split()[2].partition(".")[0])
+
+
+tells_new_sizes = pytest.mark.skipif(
+    qsd_major() < growth.MAJOR_MIN,
+    reason=f"needs a storage daemon of QEMU {growth.MAJOR_MIN}, which tells its clients news;"
+    f" here is {qsd_major()}",
 )
 
 

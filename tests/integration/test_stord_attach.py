@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import AsyncIterator
@@ -305,8 +306,11 @@ async def open_files(node: Node) -> list[str]:
     """What stord has open once it has seen every client leave."""
 
     def links() -> list[str]:
-        directory = Path(f"/proc/{node.pid}/fd")
-        return sorted(str(path.readlink()) for path in directory.iterdir())
+        found = []
+        for path in Path(f"/proc/{node.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                found.append(str(path.readlink()))
+        return sorted(found)
 
     async def settled() -> list[str]:
         first = links()

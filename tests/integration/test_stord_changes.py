@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,18 +24,29 @@ from chv.common.errors import (
     StaleGeneration,
     Unavailable,
 )
+from chv.common.ids import short_uid
 from chv.common.wire import stord as wire
 from chv.common.wire.types import HELLO, HelloRequest
-from chv.stord import acl, growth
+from chv.stord import acl, clients, growth
 from chv.stord.__main__ import prepare, serve
-from chv.stord.exports import has_client
 from tests.helpers import wait_until
 from tests.integration.snapshot_rig import clone, snapshot
-from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node, shell, short_root
+from tests.integration.stord_helpers import (
+    IDS,
+    MIB,
+    Node,
+    needs_qsd,
+    open_node,
+    qsd_major,
+    shell,
+    short_root,
+    tells_new_sizes,
+)
 from tests.integration.vhost_client import VhostDisk
 
 pytestmark = [pytest.mark.root, needs_qsd]
 QCOW2 = wire.VolumeFormat.QCOW2
+TOO_LARGE_BYTES = 2**59
 SLOW = wire.Limits(iops_total=wire.Rate(limit=100))
 
 
@@ -128,9 +141,10 @@ async def test_limits_that_a_dying_stord_did_not_set_are_set_by_the_same_call_ag
 
 # --- growth
 @pytest.mark.parametrize("client", list(wire.VmmClient))
-async def test_a_disk_with_a_client_is_not_resized_by_a_storage_daemon_that_is_too_old(
+async def test_a_disk_whose_client_cannot_be_told_is_not_resized_whatever_the_caller_says(
     node: Node, client: wire.VmmClient
 ) -> None:
+    """Storage daemons of every version: old ones tell nobody, new ones cut such a client off."""
     volume, vm = IDS.uid(), IDS.uid()
     await node.ensure(volume, size_bytes=MIB)
     info = await node.attach(volume, vm)
@@ -141,6 +155,73 @@ async def test_a_disk_with_a_client_is_not_resized_by_a_storage_daemon_that_is_t
     assert (grown.applied, grown.size_bytes) == ("on_next_start", MIB)
     assert grown.pending_size_bytes == 4 * MIB
     assert (await node.recover(vm)).backend_pid == info.backend_pid
+
+
+@pytest.mark.skipif(
+    qsd_major() >= growth.MAJOR_MIN,
+    reason=f"needs a storage daemon older than QEMU {growth.MAJOR_MIN}; here is {qsd_major()}",
+)
+async def test_a_storage_daemon_that_tells_nobody_is_not_asked_to_resize(node: Node) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    await node.ensure(volume, size_bytes=MIB)
+    info = await node.attach(volume, vm)
+    with VhostDisk(Path(info.export_path), channel=True):
+        grown = await node.ensure(volume, 2, VMM, size_bytes=4 * MIB)
+
+    assert (grown.applied, grown.size_bytes) == ("on_next_start", MIB)
+
+
+@tells_new_sizes
+@pytest.mark.parametrize("proxy", ["off", "auto"])
+@pytest.mark.parametrize("format", ["raw", "qcow2"])
+async def test_a_client_is_told_of_the_new_size_and_uses_it_at_once(
+    format: str, proxy: str
+) -> None:
+    fields: dict[str, Any] = {"format": wire.VolumeFormat(format)}
+    async with open_node(storage=f'proxy = "{proxy}"') as node:
+        volume, vm = IDS.uid(), IDS.uid()
+        await node.ensure(volume, size_bytes=MIB, **fields)
+        info = await node.attach(volume, vm)
+        with VhostDisk(Path(info.export_path), channel=True) as disk:
+            grown = await node.ensure(volume, 2, VMM, size_bytes=4 * MIB, **fields)
+            disk.await_news()
+            assert disk.size_bytes == 4 * MIB
+            assert disk.write(3 * 2048, b"g" * 512) == 0
+            assert disk.read(3 * 2048, 512) == b"g" * 512
+        assert (grown.applied, grown.size_bytes) == ("online", 4 * MIB)
+        assert (await node.recover(vm)).backend_pid == info.backend_pid
+
+
+@tells_new_sizes
+async def test_one_disk_that_cannot_be_told_keeps_the_others_of_its_vm_from_growing(
+    node: Node,
+) -> None:
+    """The storage daemon is one for all, and its channels do not say whose they are."""
+    volumes, vm = [IDS.uid(), IDS.uid()], IDS.uid()
+    for volume in volumes:
+        await node.ensure(volume, size_bytes=MIB)
+    paths = [Path((await node.attach(volume, vm)).export_path) for volume in volumes]
+
+    with VhostDisk(paths[0], channel=True):
+        with VhostDisk(paths[1]):
+            beside = await node.ensure(volumes[0], 2, VMM, size_bytes=2 * MIB)
+        alone = await settled_growth(node, volumes[0])
+
+    assert (beside.applied, beside.size_bytes) == ("on_next_start", MIB)
+    assert (alone.applied, alone.size_bytes) == ("online", 4 * MIB)
+
+
+async def settled_growth(node: Node, volume: str) -> wire.VolumeInfo:
+    """Grow once more; again while the storage daemon still closes a client that has left."""
+    generations = itertools.count(3)
+
+    async def grown() -> wire.VolumeInfo | None:
+        info = await node.ensure(volume, next(generations), VMM, size_bytes=4 * MIB)
+        return info if info.applied == "online" else None
+
+    found = await wait_until(grown)
+    assert found is not None
+    return found
 
 
 async def test_a_disk_grows_under_its_vm_where_that_is_safe(
@@ -160,7 +241,7 @@ async def test_a_disk_grows_under_its_vm_where_that_is_safe(
         await node.ensure(volume, format=QCOW2, size_bytes=MIB)
         info = await node.attach(volume, vm)
         alone = await node.ensure(volume, 2, VMM, format=QCOW2, size_bytes=2 * MIB)
-        with VhostDisk(Path(info.export_path)) as disk:
+        with VhostDisk(Path(info.export_path), channel=True) as disk:
             grown = await node.ensure(volume, 3, VMM, format=QCOW2, size_bytes=4 * MIB)
             assert disk.write(0, b"g" * 512) == 0
             assert disk.read(0, 512) == b"g" * 512
@@ -226,10 +307,12 @@ async def test_several_growths_that_wait_become_one_and_survive_a_restart(node: 
 async def test_growth_that_fails_keeps_no_vm_from_starting_and_goes_on_waiting(
     node: Node,
 ) -> None:
+    if takes_file_of(node.layout.run_root, TOO_LARGE_BYTES):
+        pytest.skip(f"the file system of {node.layout.run_root} takes files of any size")
     volume, vm = IDS.uid(), IDS.uid()
     await node.ensure(volume, size_bytes=MIB)
     await node.attach(volume, vm)
-    await node.ensure(volume, 2, size_bytes=2**59)  # no file system takes such a file
+    await node.ensure(volume, 2, size_bytes=TOO_LARGE_BYTES)
     await node.detach(volume, vm, generation=2)
 
     info = await node.attach(volume, vm, generation=2)
@@ -237,22 +320,49 @@ async def test_growth_that_fails_keeps_no_vm_from_starting_and_goes_on_waiting(
     with VhostDisk(Path(info.export_path)) as disk:
         assert disk.size_bytes == MIB
     seen = await node.get(volume)
-    assert seen.pending_size_bytes == 2**59
+    assert seen.pending_size_bytes == TOO_LARGE_BYTES
     assert "takes no file" in seen.last_error
 
 
-async def test_who_is_connected_to_an_export_is_seen(node: Node) -> None:
-    volume, vm = IDS.uid(), IDS.uid()
-    await node.ensure(volume)
-    info = await node.attach(volume, vm)
-    bound = node.layout.qsd(vm) / Path(info.export_path).name
+def takes_file_of(directory: Path, size_bytes: int) -> bool:
+    """Tell whether the file system takes a file of that size: ext4 does not, tmpfs does."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        try:
+            file.truncate(size_bytes)
+        except OSError:
+            return False
+        return True
 
-    before = has_client(bound)
-    with VhostDisk(Path(info.export_path)):
-        during = has_client(bound)
 
-    assert (before, during) == (False, True)
-    await wait_until(lambda: not has_client(bound))
+@pytest.mark.parametrize("proxy", ["off", "auto"])
+async def test_who_is_connected_to_an_export_is_seen_and_whether_it_can_be_told(
+    proxy: str,
+) -> None:
+    async with open_node(storage=f'proxy = "{proxy}"') as node:
+        volume, vm = IDS.uid(), IDS.uid()
+        await node.ensure(volume)
+        info = await node.attach(volume, vm)
+        bound, other = (node.layout.qsd(vm) / name for name in (f"{short_uid(volume)}.sock", "no"))
+        proxies = [each.pid for each in node.workers() if each.pid != info.backend_pid]
+
+        def seen() -> clients.Connected:
+            return clients.look(info.backend_pid, [other, bound], proxies)
+
+        at_rest = (bound,) if proxies else ()
+        await wait_until(lambda: seen().exports == at_rest)  # a proxy is there before its VMM
+        before = seen()
+        with VhostDisk(Path(info.export_path)):
+            mute = seen()
+        await wait_until(lambda: seen() == before)
+        with VhostDisk(Path(info.export_path), channel=True) as disk:
+            assert disk.write(0, b"c" * 512) == 0  # the channel has arrived
+            during = seen()
+        await wait_until(lambda: seen() == before)
+
+    assert bool(proxies) == (proxy == "auto")
+    assert not before.can_all_be_told
+    assert (mute.exports, mute.can_all_be_told) == ((bound,), False)
+    assert (during.exports, during.can_all_be_told) == ((bound,), True)
 
 
 # --- deletion

@@ -157,6 +157,9 @@ async def test_a_second_volume_on_one_device_is_refused_under_any_name(
 
 
 @needs_loop
+@pytest.mark.skipif(
+    not has("addpart"), reason="needs addpart, on newer Debians of util-linux-extra"
+)
 async def test_a_partition_of_a_disk_that_is_a_volume_is_refused(
     layout: Layout, tmp_path: Path
 ) -> None:
@@ -521,6 +524,7 @@ async def test_a_pool_is_refused_that_is_not_listed_or_whose_configuration_is_el
     assert refused.value.field == "backend.rbd.user"
 
 
+@pytest.mark.skipif(not has("rbd"), reason="needs ceph-common")
 async def test_a_cluster_that_says_nothing_is_unavailable_in_time(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

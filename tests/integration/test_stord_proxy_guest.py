@@ -16,7 +16,7 @@ from chv.common.wire import stord as wire
 from chv.guest.tiny import load_tiny
 from chv.images import ImageStore, builtin, ensure_builtin
 from tests.helpers import wait_until
-from tests.integration.stord_helpers import IDS, MIB, needs_qsd
+from tests.integration.stord_helpers import IDS, MIB, needs_qsd, qsd_major
 from tests.integration.test_stord_proxy import end_backend, kill_proxy, patient_node, session
 from tests.integration.tiny_vm import BOOT_TIMEOUT_S, TinyVm, boot
 
@@ -90,7 +90,8 @@ async def test_a_real_guest_writes_and_verifies_through_deaths_of_its_workers(
 def disk(path: str) -> list[str]:
     memory = "memory-backend-memfd,id=mem,size=256M,share=on"
     device = "vhost-user-blk-pci,chardev=vu,num-queues=1"
-    chardev = f"socket,id=vu,path={path},reconnect=1"
+    again = "reconnect-ms=100" if qsd_major() >= 10 else "reconnect=1"
+    chardev = f"socket,id=vu,path={path},{again}"
     options = ("-object", memory, "-machine", "memory-backend=mem", "-chardev", chardev)
     return [*options, "-device", device]
 

@@ -22,6 +22,7 @@ from chv.common.errors import (
 from chv.common.process import landlock_abi
 from chv.common.wire import stord as wire
 from chv.common.wire.types import Empty
+from chv.stord import growth
 from tests.integration.stord_helpers import (
     IDS,
     MIB,
@@ -29,6 +30,7 @@ from tests.integration.stord_helpers import (
     mounted_tmpfs,
     needs_qsd,
     open_node,
+    qsd_major,
     shell,
     short_root,
 )
@@ -360,7 +362,7 @@ async def test_the_health_of_the_daemon_names_version_space_and_numbers(node: No
     assert {feature.name: feature.present for feature in health.features} == {
         "qemu-storage-daemon": True,
         "in_flight_tracking": False,
-        "online_grow": False,
+        "online_grow": qsd_major() >= growth.MAJOR_MIN,
         "landlock": landlock_abi() > 0,
     }
 

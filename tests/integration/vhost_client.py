@@ -31,6 +31,8 @@ SET_FEATURES, SET_OWNER, SET_MEM_TABLE = 2, 3, 5
 SET_VRING_NUM, SET_VRING_ADDR, SET_VRING_BASE = 8, 9, 10
 SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ENABLE = 12, 13, 18
 GET_FEATURES, GET_PROTOCOL_FEATURES, SET_PROTOCOL_FEATURES, GET_CONFIG = 1, 15, 16, 24
+SET_BACKEND_REQUEST_FD, CONFIG_CHANGED = 21, 2
+PROTOCOL_BACKEND_REQUEST, PROTOCOL_CONFIG = 1 << 5, 1 << 9
 VERSION_1, PROTOCOL_FEATURES, FLUSH, READ_ONLY = 1 << 32, 1 << 30, 1 << 9, 1 << 5
 READ, WRITE, FLUSH_REQUEST = 0, 1, 4
 SECTOR_BYTES = 512
@@ -38,9 +40,9 @@ TIMEOUT_S = 5.0
 
 
 class VhostDisk:
-    """One connection to an export."""
+    """One connection to an export. `channel`: it hands one over, to be told of a new size."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, channel: bool = False) -> None:
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.settimeout(TIMEOUT_S)
         self._sock.connect(str(path))
@@ -52,6 +54,7 @@ class VhostDisk:
         self._kick = os.eventfd(0)
         self._call = os.eventfd(0)
         self._count = 0
+        self._news = list(socket.socketpair()) if channel else []
         self.features = self._negotiate()
         self.config = self._read_config()
         self._start_queue()
@@ -65,7 +68,8 @@ class VhostDisk:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._sock.close()
+        for each in (self._sock, *self._news):
+            each.close()
         self._words.release()
         self._memory.close()
         for fd in (self._memory_fd, self._kick, self._call):
@@ -100,6 +104,13 @@ class VhostDisk:
         poll.register(self._sock, select.POLLIN | select.POLLHUP)
         return bool(poll.poll(0))
 
+    def await_news(self) -> None:
+        """Wait until the export says that the config has changed, and read it."""
+        self._news[0].settimeout(TIMEOUT_S)
+        request, _flags, _size = HEADER.unpack(self._news[0].recv(HEADER.size))
+        assert request == CONFIG_CHANGED
+        self.config = self._read_config()
+
     # --- messages
     def _send(self, request: int, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
         message = HEADER.pack(request, 1, len(payload)) + payload
@@ -123,7 +134,10 @@ class VhostDisk:
         self._send(SET_OWNER)
         (features,) = struct.unpack("<Q", self._ask(GET_FEATURES))
         self._ask(GET_PROTOCOL_FEATURES)
-        self._send(SET_PROTOCOL_FEATURES, struct.pack("<Q", 1 << 9))
+        protocol = PROTOCOL_CONFIG | (PROTOCOL_BACKEND_REQUEST if self._news else 0)
+        self._send(SET_PROTOCOL_FEATURES, struct.pack("<Q", protocol))
+        if self._news:
+            self._send(SET_BACKEND_REQUEST_FD, fds=(self._news[1].fileno(),))
         accepted = features & (VERSION_1 | PROTOCOL_FEATURES | FLUSH | READ_ONLY)
         self._send(SET_FEATURES, struct.pack("<Q", accepted))
         return int(features)

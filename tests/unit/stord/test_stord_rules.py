@@ -81,17 +81,17 @@ def test_a_disk_grows_under_its_vm_only_where_everything_that_makes_it_safe_hold
             major=major,
             serving=serving,
             connected=connected,
-            proxied=proxied,
+            told=told,
             read_only=read_only,
         )
         for client in VmmClient
         for major in (0, 7, MAJOR_MIN, 11)
-        for serving, connected, proxied, read_only in itertools.product(both, repeat=4)
+        for serving, connected, told, read_only in itertools.product(both, repeat=4)
     ]
     allowed = [now for now in allowed if may_grow_online(now)]
 
     assert allowed == [
-        Situation(client=VmmClient.QEMU, major=major, serving=True, connected=True, proxied=False)
+        Situation(client=VmmClient.QEMU, major=major, serving=True, connected=True, told=True)
         for major in (MAJOR_MIN, 11)
     ]
 
