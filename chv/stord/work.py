@@ -20,7 +20,7 @@ import msgspec
 
 from chv.common.clock import Clock
 from chv.common.config import StorageConfig
-from chv.common.errors import ChvError, DeadlineExceeded, Unavailable
+from chv.common.errors import AlreadyExists, ChvError, DeadlineExceeded, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.files import ensure_dir
 from chv.common.ids import Ids, short_uid
@@ -358,8 +358,12 @@ class Work:
     @staticmethod
     async def _add_group(monitor: Monitor, disk: graph.Disk) -> None:
         group = graph.throttle_group(disk.volume_id)
-        if group not in await monitor.objects():
-            await monitor.add_object("throttle-group", group, {})
+        limits = graph.limits_arguments(disk.limits)
+        try:
+            await monitor.add_object("throttle-group", group, {"limits": limits})
+            return
+        except AlreadyExists:  # an attachment was cut short after this step
+            pass
         await monitor.set_limits(group, disk.limits)
 
     async def _add_export(self, volume_id: str, read_only: bool) -> None:

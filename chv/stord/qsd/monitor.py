@@ -26,6 +26,7 @@ from qemu.qmp import (
 )
 
 from chv.common.errors import (
+    AlreadyExists,
     ChvError,
     DeadlineExceeded,
     Internal,
@@ -241,6 +242,8 @@ def translate(command: str, text: str) -> ChvError:
             f"the storage uid may not open a file: {message}",
             hint="images must be readable by everyone",
         )
+    if "duplicate property" in text:
+        return AlreadyExists(message)
     if "No such file or directory" in text or text.endswith(" not found"):
         return NotFound(message)
     return Internal(message)
