@@ -42,7 +42,8 @@ ONLY_DEPENDS = (
     "--no-enhances",
 )  # fmt: skip
 NAME = re.compile(r"^([a-z0-9][a-z0-9.+-]*)")
-VERSIONED_KERNEL = re.compile(r"^linux-image-[0-9]")
+# One package on older Debians; newer ones split it, and the image itself only depends on the rest.
+VERSIONED_KERNEL = re.compile(r"^linux-(?:image|binary|modules|base)-[0-9]")
 LIBRARY_SECTIONS = ("libs", "oldlibs")
 Progress = Callable[[str], None]
 
@@ -210,7 +211,14 @@ def _from_cache(cache: Path) -> Resolution | None:
         return None
     if known.roots != list(ROOTS) or not all(_intact(cache, one) for one in known.packages):
         return None
-    return known
+    return known if _has_kernel(known) else None
+
+
+def _has_kernel(known: Resolution) -> bool:
+    """Tell whether every part of the kernel is there: an older recipe knew of one part only."""
+    there = {package.name for package in known.packages}
+    needed = {name for package in known.packages for name in package.depends}
+    return all(name in there for name in needed if VERSIONED_KERNEL.match(name))
 
 
 def _intact(directory: Path, package: Package) -> bool:

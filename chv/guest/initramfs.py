@@ -59,7 +59,7 @@ def script(name: str) -> bytes:
     return resources.files("chv.guest").joinpath("data", name).read_bytes()
 
 
-def initramfs(debs: Mapping[str, Deb], kernel: Deb) -> bytes:
+def initramfs(debs: Mapping[str, Deb], kernel: Iterable[Deb]) -> bytes:
     """Return the uncompressed cpio archive (an emulated CPU would have to unpack it)."""
     archive = Cpio()
     for path, mode in DIRECTORIES.items():
@@ -69,7 +69,7 @@ def initramfs(debs: Mapping[str, Deb], kernel: Deb) -> bytes:
     for name, path in SCRIPTS.items():
         archive.file(path, script(name), 0o755)
     _add_programs(archive, debs)
-    _add_modules(archive, KernelModules(kernel))
+    _add_modules(archive, KernelModules(*kernel))
     return archive.finish()
 
 

@@ -39,6 +39,7 @@ from chv.guest.apt import Progress
 from chv.guest.data_disk import make_data_disk
 from chv.guest.debs import Deb
 from chv.guest.initramfs import initramfs
+from chv.guest.modules import kernel_image
 
 # reboot=t: a triple fault works on every VMM. panic=-1: a broken guest restarts at once, visibly.
 # no_timer_check: the kernel's timer test can fail on a loaded host without KVM, and then panics.
@@ -130,9 +131,8 @@ def _assemble(debs: dict[str, Path], work: Path) -> None:
             for name, path in debs.items()
             if name != apt.ROOTS[0]
         }
-        kernel = opened[next(name for name in opened if apt.VERSIONED_KERNEL.match(name))]
-        image = next(path for path in kernel.paths() if path.startswith("boot/vmlinuz-"))
-        (work / KERNEL_FILE).write_bytes(kernel.read(image))
+        kernel = [deb for name, deb in opened.items() if apt.VERSIONED_KERNEL.match(name)]
+        (work / KERNEL_FILE).write_bytes(kernel_image(kernel))
         (work / INITRAMFS_FILE).write_bytes(initramfs(opened, kernel))
 
 

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -18,7 +19,7 @@ import anyio.to_thread
 from chv.guest import apt
 from chv.guest.cpio import Cpio
 from chv.guest.debs import Deb
-from chv.guest.modules import KernelModules
+from chv.guest.modules import KernelModules, kernel_image
 from tests.helpers import wait_until
 
 CACHE = Path("/var/cache/chv/tiny-bookworm/debs")
@@ -67,12 +68,13 @@ def _build(debs: dict[str, Path], directory: Path, modules: list[str], argv: Seq
     archive = Cpio()
     for path in ("proc", "sys", "dev", "host", "over", "new"):
         archive.directory(path)
-    kernel_deb = next(path for name, path in debs.items() if apt.VERSIONED_KERNEL.match(name))
-    with Deb(kernel_deb, directory) as kernel, Deb(debs["busybox-static"], directory) as box:
-        image = next(path for path in kernel.paths() if path.startswith("boot/vmlinuz-"))
-        (directory / "kernel").write_bytes(kernel.read(image))
+    paths = [path for name, path in debs.items() if apt.VERSIONED_KERNEL.match(name)]
+    with ExitStack() as stack:
+        kernel = [stack.enter_context(Deb(path, directory)) for path in paths]
+        box = stack.enter_context(Deb(debs["busybox-static"], directory))
+        (directory / "kernel").write_bytes(kernel_image(kernel))
         archive.file("bin/busybox", box.read("bin/busybox"), 0o755)
-        known = KernelModules(kernel)
+        known = KernelModules(*kernel)
         ordered = known.ordered(modules)
         archive.file("modules.list", "\n".join(ordered).encode())
         for name in ordered:

@@ -144,3 +144,12 @@ async def test_debris_of_a_killed_download_is_removed(cache: Path) -> None:
     (debris / "half.deb").write_bytes(b"half")
     await apt.packages(cache, lambda message: None)
     assert not debris.exists()
+
+
+async def test_a_cache_that_lacks_a_part_of_the_kernel_is_resolved_anew(cache: Path) -> None:
+    known = msgspec.json.decode((cache / apt.RESOLUTION).read_bytes(), type=Resolution)
+    part = msgspec.structs.replace(known.packages[0], depends=["linux-modules-7.2-cloud"])
+    incomplete = msgspec.structs.replace(known, packages=[part])
+    (cache / apt.RESOLUTION).write_bytes(msgspec.json.encode(incomplete))
+    with pytest.raises(AptWasAsked):
+        await apt.packages(cache, lambda message: None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import lzma
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from chv.common.errors import FailedPrecondition
 from chv.guest.debs import Deb
-from chv.guest.modules import KernelModules
+from chv.guest.modules import KernelModules, kernel_image
 from tests.unit.guest.deb_maker import make_deb
 
 
@@ -49,3 +50,21 @@ def test_a_compressed_module_is_stored_plain(modules: KernelModules) -> None:
 def test_a_module_that_no_kernel_has_is_named(modules: KernelModules) -> None:
     with pytest.raises(FailedPrecondition, match="flux_capacitor"):
         modules.ordered(["flux_capacitor"])
+
+
+def test_a_kernel_that_is_split_over_packages_is_put_together(tmp_path: Path) -> None:
+    base = "usr/lib/modules/7.2-cloud"
+    shipped = {
+        "base": {f"{base}/modules.builtin": b"kernel/fs/ext4/ext4.ko\n"},
+        "binary": {f"{base}/vmlinuz": b"the kernel"},
+        "modules": {f"{base}/kernel/drivers/block/virtio_blk.ko": module("ext4")},
+    }
+    with ExitStack() as stack:
+        parts = [
+            stack.enter_context(Deb(make_deb(tmp_path / f"{name}.deb", files), tmp_path))
+            for name, files in shipped.items()
+        ]
+        assert kernel_image(parts) == b"the kernel"
+        assert KernelModules(*parts).ordered(["virtio_blk"]) == ["virtio_blk"]
+        with pytest.raises(FailedPrecondition, match="no kernel in base"):
+            kernel_image([parts[0], parts[2]])
