@@ -12,6 +12,7 @@ import pytest
 
 from chv.common.errors import ChvError, FailedPrecondition, NotFound, PermissionDenied
 from chv.common.wire import stord as wire
+from tests.helpers import wait_until
 from tests.integration.stord_helpers import IDS, MIB, Node, meta, needs_qsd, open_node
 from tests.integration.vhost_client import VhostDisk
 
@@ -152,6 +153,11 @@ async def test_an_encrypted_volume_starts_as_its_image(node: Node, format: str) 
     data = os.urandom(2 * MIB)
     volume = IDS.uid()
     await node.open(volume, format=format, key="default/disk", source=node.image(data))
+
+    async def is_open() -> bool:  # deriving the key takes its time on a busy machine
+        return (await node.get(volume)).state == "open"
+
+    await wait_until(is_open, timeout_s=60)
     attached = await node.attach(volume, IDS.uid())
     with VhostDisk(Path(attached.export_path)) as disk:
         for offset in range(0, 2 * MIB, 512 * 1024):
