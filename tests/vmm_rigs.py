@@ -209,9 +209,11 @@ class ProcessRig:
     async def _serve(self, path: Path) -> Child:
         raw = f"driver=file,node-name=n,filename={self.image},read-only=on,locking=off"
         export = f"vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={path}"
+        ready = path.with_suffix(".pid")  # written when it listens; the path is there before
+        ready.unlink(missing_ok=True)
         argv = ("qemu-storage-daemon", "--blockdev", raw, "--export", export)
-        child = await start_child(Program(argv=argv))
-        await wait_until(path.exists, what="storage daemon")
+        child = await start_child(Program(argv=(*argv, "--pidfile", str(ready))))
+        await wait_until(ready.exists, what="storage daemon")
         path.chmod(0o666)
         return child
 
@@ -320,7 +322,7 @@ def open_tap() -> Iterator[int]:
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
-        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH14x", b"chvtst%d", flags))
+        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"chvtst%d", flags))
         yield fd
     finally:
         os.close(fd)

@@ -60,6 +60,7 @@ async def test_a_guest_sees_its_disk_grow_while_it_writes_and_uses_what_was_adde
         early = await node.ensure(volume, 1, wire.VmmClient.QEMU, size_bytes=BEFORE, **fields)
         async with boot(image, tmp_path, seeded=True, extra=disk(info.export_path)) as vm:
             await wait_until(lambda: answers(vm), timeout_s=BOOT_TIMEOUT_S)
+            assert await size(vm) == BEFORE
             assert await vm.ssh(WRITE) == (0, "")
             await wrote(vm, 3)
 

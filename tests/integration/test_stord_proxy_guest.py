@@ -68,6 +68,7 @@ async def test_a_real_guest_writes_and_verifies_through_deaths_of_its_workers(
             await wait_until(lambda: answers(vm), timeout_s=BOOT_TIMEOUT_S)
             cache = await vm.ssh("cat /sys/block/vdc/cache_type")
             assert cache == (0, "write back\n")
+            assert await vm.ssh("cat /sys/block/vdc/size") == (0, f"{32 * MIB // 512}\n")
             assert await vm.ssh(WRITE) == (0, "")
             await wrote(vm, 3)
             for number in [signal.SIGKILL] * KILLS + [signal.SIGTERM] * TERMS:
@@ -89,7 +90,7 @@ async def test_a_real_guest_writes_and_verifies_through_deaths_of_its_workers(
 
 def disk(path: str) -> list[str]:
     memory = "memory-backend-memfd,id=mem,size=256M,share=on"
-    device = "vhost-user-blk-pci,chardev=vu,num-queues=1"
+    device = "vhost-user-blk-pci,chardev=vu,num-queues=1,addr=0x10"  # last: /dev/vdc
     again = "reconnect-ms=100" if qsd_major() >= 10 else "reconnect=1"
     chardev = f"socket,id=vu,path={path},{again}"
     options = ("-object", memory, "-machine", "memory-backend=mem", "-chardev", chardev)

@@ -727,7 +727,7 @@ async def test_a_real_guest_writes_and_verifies_through_snapshots_and_merges(
         path = await served(node, volume_id, vm_id)
         memory = "memory-backend-memfd,id=mem,size=256M,share=on"
         disk = ["-chardev", f"socket,id=vu,path={path}"]
-        disk += ["-device", "vhost-user-blk-pci,chardev=vu,num-queues=1"]
+        disk += ["-device", "vhost-user-blk-pci,chardev=vu,num-queues=1,addr=0x10"]  # /dev/vdc
         extra = ["-object", memory, "-machine", "memory-backend=mem", *disk]
         async with boot(image, tmp_path, seeded=True, extra=extra) as vm:
             await wait_until(lambda: _answers(vm), timeout_s=BOOT_TIMEOUT_S)
