@@ -88,7 +88,7 @@ def check_shared(tables: Tables, after: dict[str, StoredObject], find: Find) -> 
 
 def check_delete(tables: Tables, stored: StoredObject) -> None:
     """Refuse to delete what an object still needs that is not being deleted itself."""
-    holders = [holder for holder in referrers(tables, stored.key) if not holder.deleting]
+    holders = [holder for holder in referrers(tables, stored.key) if not _leaves(holder)]
     if holders:
         names = ", ".join(holder.title for holder in holders[:5])
         raise InUse(
@@ -96,6 +96,12 @@ def check_delete(tables: Tables, stored: StoredObject) -> None:
             resource=stored.title,
             hint=f"delete {names} first",
         )
+
+
+def _leaves(holder: StoredObject) -> bool:
+    """Tell whether it is being deleted for good: a deletion that is cancelled ends in staying."""
+    facts = holder.snapshot_facts
+    return holder.deleting and not (facts is not None and facts.cancelling)
 
 
 # --- immutable fields

@@ -15,7 +15,7 @@ from chv.agent.records import (
     VolumeFacts,
     VolumeRequest,
 )
-from chv.agent.references import referrers
+from chv.agent.references import references, referrers
 from chv.agent.tables import Tables
 from chv.agent.volume.source import is_ready, volume_of
 from chv.common.errors import (
@@ -156,6 +156,7 @@ def cancelled(tables: Tables, operation: Operation) -> PutFacts:
     stored = tables.objects.get(operation.uid)
     if stored is None:
         raise NotFound("its object is gone", resource=operation.id)
+    _refuse_needed_deletion(tables, stored, operation)
     change = _cancelled(stored, operation)
     if change is None:
         raise FailedPrecondition(
@@ -164,6 +165,20 @@ def cancelled(tables: Tables, operation: Operation) -> PutFacts:
             hint=_HINTS.get(operation.verb, "wait for it, or apply what is wanted instead"),
         )
     return change
+
+
+def _refuse_needed_deletion(tables: Tables, stored: StoredObject, operation: Operation) -> None:
+    """Refuse to keep a snapshot whose volume goes: the volume would wait for it for ever."""
+    if operation.kind != "VolumeSnapshot" or operation.verb != "delete":
+        return
+    named = [tables.find(*reference.key) for reference in references(stored.resource)]
+    going = [each.title for each in named if each is not None and each.deleting]
+    if going:
+        raise FailedPrecondition(
+            f"{going[0]} is being deleted and waits for it",
+            resource=operation.id,
+            hint="what is being deleted does not come back",
+        )
 
 
 _HINTS = {

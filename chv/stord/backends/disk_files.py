@@ -49,6 +49,7 @@ NEW, OLD = ".new", ".old"
 ANY_KEY = Encryption(key="any/key")  # a volume may change its key, not whether it has one
 # struct flock: type, whence, start, length (0: to the end), pid (0: lock of the open file).
 _LOCK = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_UNLOCK = struct.pack("hhqqi0q", fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 
 
 @contextmanager
@@ -68,7 +69,12 @@ def exclusively(lock_path: Path) -> Iterator[None]:
                 f"a process holds the volume: {str(lock_path)!r} is locked",
                 hint="no record explains it; see /proc/locks",
             ) from error
-        yield
+        try:
+            yield
+        finally:
+            # A child that was forked meanwhile shares the open file until it runs its program:
+            # closing ours alone would leave the volume locked for that long.
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK)
     finally:
         os.close(fd)
 

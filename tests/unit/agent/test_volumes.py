@@ -410,6 +410,32 @@ async def test_a_cancelled_backup_ends_cancelled() -> None:
 
 
 @simulated
+async def test_a_volume_that_goes_is_not_kept_waiting_by_a_snapshot_that_stays_after_all() -> None:
+    async with open_slow() as bench:
+        await done(bench, volume(), snapshot())
+        deletion = await bench.delete("VolumeSnapshot", "snap")
+        job = await running_job(bench, "delete_snapshot")
+        gone = await bench.delete("Volume", "data")
+        with pytest.raises(FailedPrecondition, match="data is being deleted and waits for it"):
+            await cancel(bench, deletion.id)
+        sim(bench)._end(job, JobState.DONE)
+        assert (await bench.final(deletion.id)).state.value == "Succeeded"
+        assert (await bench.final(gone.id)).state.value == "Succeeded"
+
+
+@simulated
+async def test_a_snapshot_whose_deletion_is_being_cancelled_keeps_its_volume() -> None:
+    async with open_slow() as bench:
+        await done(bench, volume(), snapshot())
+        deletion = await bench.delete("VolumeSnapshot", "snap")
+        await running_job(bench, "delete_snapshot")
+        await cancel(bench, deletion.id)
+        with pytest.raises(InUse, match="VolumeSnapshot default/snap"):
+            await bench.delete("Volume", "data")
+        assert (await bench.final(deletion.id)).state.value == "Cancelled"
+
+
+@simulated
 async def test_what_cannot_be_cancelled_safely_says_why() -> None:
     async with open_slow() as bench:
         await done(bench, volume())

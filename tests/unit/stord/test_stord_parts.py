@@ -119,6 +119,27 @@ def test_limits_survive_the_way_to_the_storage_daemon_and_back() -> None:
     assert graph.limits_from({key: int(str(value)) for key, value in arguments.items()}) == limits
 
 
+def test_a_volume_is_free_at_once_though_a_forked_child_still_has_the_open_file(
+    tmp_path: Path,
+) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    with disk_files.exclusively(lock):
+        ours = next(
+            int(link.name)
+            for link in Path("/proc/self/fd").iterdir()
+            if link.resolve() == lock.resolve()
+        )
+        shared = os.dup(ours)  # as fork does: one open file, two descriptors
+        with pytest.raises(InUse), disk_files.exclusively(lock):
+            pass
+    try:
+        with disk_files.exclusively(lock):
+            pass
+    finally:
+        os.close(shared)
+
+
 @pytest.mark.parametrize(
     ("aio", "direct", "used"),
     [("native", True, "native"), ("native", False, "threads"), ("io_uring", False, "io_uring")],
