@@ -383,7 +383,10 @@ async def test_a_socket_behind_a_link_is_refused(layout: Layout, tmp_path: Path)
 
 # --- iscsi
 TARGET = "iqn.2026-01.chv.test:disk"
-needs_tgt = pytest.mark.skipif(not has("tgtd", "tgtadm"), reason="needs tgt")
+needs_tgt = pytest.mark.skipif(
+    not has("tgtd", "tgtadm") or not list(Path("/usr/lib").glob("*/qemu/block-iscsi.so")),
+    reason="needs tgt and qemu-block-extra",
+)
 
 
 def iscsi(port: int) -> wire.VolumeBackend:
