@@ -38,7 +38,7 @@ class RunDirectory:
         return self.private / f"{incarnation}.qmp"
 
     def pid_file(self, worker_id: str) -> Path:
-        """Return the file that appears when the storage daemon is set up."""
+        """Return the file whose name carries the worker id."""
         return self.private / f"{worker_id}.pid"
 
     def unprimed(self, volume_id: str) -> Path:

@@ -133,8 +133,8 @@ class Offline:
         ensure_dir(self._home, mode=0o711)
         ensure_dir(directory, mode=0o700, uid=self.uid, gid=self.uid)
         try:
-            socket, ready = directory / "qmp", directory / "pid"
-            argv = tuple(graph.argv(socket, ready, self._binary))
+            socket = directory / "qmp"
+            argv = tuple(graph.argv(socket, directory / "pid", self._binary))
             rules = tool_rules(
                 self._layout, self._binary, msgspec.structs.replace(touched, directory=directory)
             )
@@ -148,7 +148,7 @@ class Offline:
             )
             child = await start_child(program)
             try:
-                async with open_monitor(socket, ready, self.uid) as monitor:
+                async with open_monitor(socket, self.uid) as monitor:
                     yield monitor, directory
             finally:
                 with anyio.CancelScope(shield=True):

@@ -168,8 +168,7 @@ class Work:
     async def _connect(self) -> Monitor:
         """Connect, or find out early that the storage daemon has ended."""
         backend, monitors, failures = self._backend, list[Monitor](), list[ChvError]()
-        path, ready = self.run.monitor(backend.incarnation), self.run.pid_file(backend.worker_id)
-        connection = open_monitor(path, ready, backend.storage_uid)
+        connection = open_monitor(self.run.monitor(backend.incarnation), backend.storage_uid)
         async with anyio.create_task_group() as race:
 
             async def until_gone(worker: WorkerRecord) -> None:

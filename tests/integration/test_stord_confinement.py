@@ -101,7 +101,7 @@ async def storage_daemon(
         )
     )
     try:
-        async with open_monitor(monitor, pid_file, place.uid) as opened:
+        async with open_monitor(monitor, place.uid) as opened:
             yield opened, worker
     finally:
         await terminate(worker, grace_s=3.0)

@@ -163,9 +163,9 @@ class Monitor:
 
 
 @asynccontextmanager
-async def open_monitor(path: Path, ready: Path, uid: int) -> AsyncIterator[Monitor]:
-    """Connect to the monitor at `path` once `ready` exists; a process of `uid` must own it."""
-    client = await _connect(path, ready, uid)
+async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
+    """Connect to the monitor at `path` once it listens; a process of `uid` must own it."""
+    client = await _connect(path, uid)
     try:
         yield Monitor(client)
     finally:
@@ -173,8 +173,8 @@ async def open_monitor(path: Path, ready: Path, uid: int) -> AsyncIterator[Monit
             await _disconnect(client)
 
 
-async def _connect(path: Path, ready: Path, uid: int) -> QMPClient:
-    peer = await _dial(path, ready)
+async def _connect(path: Path, uid: int) -> QMPClient:
+    peer = await _dial(path)
     try:
         check_peer(peer, path, uid)
     except Internal:
@@ -195,8 +195,8 @@ async def _connect(path: Path, ready: Path, uid: int) -> QMPClient:
     return client
 
 
-async def _dial(path: Path, ready: Path) -> socket.socket:
-    """Connect as soon as the storage daemon is set up, which is when `ready` appears."""
+async def _dial(path: Path) -> socket.socket:
+    """Connect as soon as the storage daemon listens."""
     try:
         with anyio.fail_after(CONNECT_TIMEOUT_S):
             async for attempt in tenacity.AsyncRetrying(
@@ -205,7 +205,7 @@ async def _dial(path: Path, ready: Path) -> socket.socket:
                 retry=tenacity.retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
             ):
                 with attempt:
-                    return _connect_socket(path, ready)
+                    return _connect_socket(path)
     except TimeoutError as error:
         raise Unavailable(f"no storage daemon listens at {path}") from error
     except OSError as error:
@@ -213,8 +213,7 @@ async def _dial(path: Path, ready: Path) -> socket.socket:
     raise AssertionError("retries ended without a result")
 
 
-def _connect_socket(path: Path, ready: Path) -> socket.socket:
-    ready.lstat()
+def _connect_socket(path: Path) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.setblocking(False)  # a full backlog is EAGAIN, never a wait

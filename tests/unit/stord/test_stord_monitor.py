@@ -35,7 +35,7 @@ async def test_a_daemon_that_dies_while_it_greets_leaves_no_line_of_the_library(
         with monkeypatch.context() as patch:
             patch.setattr(QMPClient, "disconnect", fails)
             with pytest.raises(Unavailable, match="went away"):
-                async with open_monitor(path, path, os.getuid()):
+                async with open_monitor(path, os.getuid()):
                     pass
         with pytest.raises(Unavailable):
             await Monitor(path).ask("query-status")
