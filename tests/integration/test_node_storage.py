@@ -19,6 +19,7 @@ import pytest
 
 from chv.host import devnode
 from tests.integration.live_node import ROOT, LiveNode, live_node, need, wait_for
+from tests.integration.stord_helpers import tells_new_sizes
 
 pytestmark = [pytest.mark.root, need("qemu-system-x86_64")]
 
@@ -147,6 +148,26 @@ def test_growth_is_seen_by_the_guest_at_once_only_where_it_is_asked_for(node: Li
     volume = node.get("volume", "more")["status"]
     assert volume["sizeBytes"] == 96 * MIB
     assert "pendingSizeBytes" not in volume
+    assert vmm_pid(node) == pid
+    with_disks(node, FIRST)
+
+
+@tells_new_sizes
+def test_growth_reaches_a_running_guest_by_itself_where_its_vmm_can_be_told(node: LiveNode) -> None:
+    with_disks(node, FIRST, SECOND)
+    before = node.get("volume", "more")["status"]["sizeBytes"] // MIB
+    wait_for(lambda: sizes(node) == [before, 256], 15, "the disk in the guest")
+    pid = vmm_pid(node)
+    device = device_of(node, before)
+    node.ssh("guest", f"(while [ ! -e /tmp/end ]; do date | dd of={device} conv=fsync || echo bad"
+             " >> /tmp/failed; done > /dev/null 2>&1 &)")  # fmt: skip
+    told = node.cli("volume", "grow", "more", f"{before + 32}Mi").stdout
+    wait_for(lambda: sizes(node) == [before + 32, 256], 15, "the larger disk")
+    beyond = f"{device} bs=1M seek={before + 16} conv=fsync"
+    node.ssh("guest", f"dd if=/dev/zero of={beyond} count=1; touch /tmp/end; ! cat /tmp/failed")
+    assert told == f"Volume/more has {(before + 32) * MIB} bytes\n"
+    assert "pendingSizeBytes" not in node.get("volume", "more")["status"]
+    assert device_of(node, before + 32) == device
     assert vmm_pid(node) == pid
     with_disks(node, FIRST)
 
