@@ -69,6 +69,8 @@ class Client:
         self.position += 1
 
     async def _dispatch(self, engine: Engine, request: dict[str, Any], key: str) -> None:
+        if "replug" in request:
+            request = self._settled(engine, request)
         match request:
             case {"apply": objects}:
                 raw = [msgspec.Raw(msgspec.json.encode(each)) for each in objects]
@@ -120,7 +122,7 @@ class Client:
         if drawn < 0.75:
             return self._storage()
         if drawn < 0.85:
-            return {"apply": [self._replugged(vm)]}
+            return {"replug": vm}
         verb = self._random.choice(["start", "start", "stop", "restart", "reset"])
         force = verb in ("stop", "restart") and self._random.random() < 0.3
         return {"verb": api.VmVerb(verb), "name": f"vm{vm}", "force": force}
@@ -210,7 +212,7 @@ class Client:
         # vol0 for vm0 and so on; vol3 is wanted by all, so that some are refused.
         volumes = self._random.choice([[], [number], [number], [number, VMS]])
         networks = self._random.choice([[0], [1], [0, 1], []])
-        strategies = ["Always", "Always", "RerunOnFailure", "RerunOnFailure", "Manual", "Halted"]
+        strategies = [*["Always", "RerunOnFailure"] * 4, "Manual", "Halted"]
         spec = {
             "runStrategy": self._random.choice(strategies),
             "memory": self._random.choice(["128Mi", "256Mi"]),
@@ -222,17 +224,49 @@ class Client:
         self._specs[number] = spec
         return _object("VirtualMachine", f"vm{number}", spec)
 
-    def _replugged(self, number: int) -> dict[str, Any]:
-        """The VM as it was applied last but for its disks: that is allowed while it runs."""
-        if number not in self._specs:
-            return self._vm(number)
-        volumes = self._random.choice([[], [number], [VMS], [number, VMS], [VMS, number]])
+    def _settled(self, engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
+        """Put what is asked for next in place of a change of disks: that, or what came after it.
+
+        Disks change while VMs run; while none does, the change is put off behind what follows.
+        """
+        running = [n for n in range(VMS) if _is_running(engine, f"vm{n}")]
+        others = range(self.position + 1, len(self.requests))
+        following = next((n for n in others if "replug" not in self.requests[n]), None)
+        if not running and following is not None:
+            settled, self.requests[following] = self.requests[following], request
+        else:
+            settled = self._replugged(engine, self._random.choice(running or [request["replug"]]))
+        self.requests[self.position] = settled
+        return settled
+
+    def _replugged(self, engine: Engine, number: int) -> dict[str, Any]:
+        """A VM as it is stored, but for its disks: they may change while it runs."""
+        if _is_running(engine, f"vm{number}"):
+            spec = _stored(engine, f"vm{number}")["spec"]
+        else:
+            spec = self._specs.get(number) or self._vm(number)["spec"]
+        has = {disk["volume"] for disk in spec.get("disks", [])}
+        others = [[], [number], [VMS], [number, VMS], [VMS, number]]
+        volumes = self._random.choice([v for v in others if {f"vol{n}" for n in v} != has])
         names = [f"d{n}" for n in (volumes if self._random.random() < 0.7 else [0, 1])]
         disks = [
             {"name": name, "volume": f"vol{n}"} for name, n in zip(names, volumes, strict=False)
         ]
-        spec = self._specs[number] = {**self._specs[number], "disks": disks}
-        return _object("VirtualMachine", f"vm{number}", spec)
+        return {"apply": [_object("VirtualMachine", f"vm{number}", {**spec, "disks": disks})]}
+
+
+def _stored(engine: Engine, name: str) -> dict[str, Any]:
+    found = engine.get(api.ObjectRef(kind="VirtualMachine", name=name)).object
+    stored: dict[str, Any] = msgspec.json.decode(found)
+    return stored
+
+
+def _is_running(engine: Engine, name: str) -> bool:
+    try:
+        stored = _stored(engine, name)
+    except NotFound:
+        return False
+    return (stored.get("status") or {}).get("phase") == "Running"
 
 
 def _object(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

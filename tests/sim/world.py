@@ -136,6 +136,21 @@ class Machine:
         process = self.host.live(operation.uid)
         if operation.verb == "stop" and process is not None:
             self._violate(f"I10: {operation.id} has stopped {operation.name}, which runs")
+        if operation.verb in ("create", "update") and not self._is_as_wanted(operation):
+            self._violate(f"I10: {operation.id} has made {operation.name}, which is not as wanted")
+
+    def _is_as_wanted(self, operation: Operation) -> bool:
+        """Tell whether what a daemon has is as new as what an operation was for."""
+        match operation.kind:
+            case "Volume":
+                volume = self.host.stord.volumes.get(operation.uid)
+                return volume is not None and volume.generation >= operation.generation
+            case "Network":
+                network = self.host.nwd.networks.get(operation.uid)
+                return network is not None and network.generation >= operation.generation
+            case "VolumeSnapshot":
+                return operation.uid in self.host.stord.taken
+        return True
 
     def world(self) -> World:
         """Return the world for a new life."""
