@@ -83,7 +83,9 @@ def some(points: tuple[str, ...]) -> tuple[str, ...]:
     """All of them in a long run, a sample that differs from run to run otherwise."""
     if LONG:
         return points
-    seed = int(os.environ.get("CHV_SEED", "0")) or random.randrange(1 << 30)
+    # Workers of one run must agree on what there is to run: its id is their seed.
+    chosen = os.environ.get("CHV_SEED") or os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    seed = chosen or str(random.randrange(1 << 30))
     return tuple(sorted(random.Random(seed).sample(points, min(IN_CI, len(points)))))
 
 
