@@ -22,6 +22,7 @@ from chv.stord import acl
 from chv.stord.backends import disk_files
 from chv.stord.backends.base import Backend, Inspection, Space
 from chv.stord.backends.registry import Backends
+from chv.stord.backends.remote import OnServer
 from chv.stord.qsd import graph
 from chv.stord.records import Records, Volume
 
@@ -154,7 +155,7 @@ class Disks:
     async def inspect(self, volume_id: str) -> Inspection:
         """Look at the base and every overlay; size is what the guest sees, space that of all."""
         row = self._row(volume_id)
-        base = await self.backend(row.backend).inspect(volume_id, row.backend)
+        base = await self._base(row)
         if base.state != "open" or len(row.layers) == 1:
             return base
         size_bytes, allocated_bytes = base.size_bytes, base.allocated_bytes
@@ -168,6 +169,12 @@ class Disks:
             except ChvError as error:
                 return _changed(base, "broken", error.message)
         return msgspec.structs.replace(base, size_bytes=size_bytes, allocated_bytes=allocated_bytes)
+
+    async def _base(self, row: Volume) -> Inspection:
+        backend = self.backend(row.backend)
+        if isinstance(backend, OnServer) and self._records.holders(row.volume_id):
+            return await backend.served(row.volume_id, row.backend)
+        return await backend.inspect(row.volume_id, row.backend)
 
     async def overlay_space(self, volume_id: str) -> Space | None:
         """Return what is left where the volume's overlays go, whatever its class."""

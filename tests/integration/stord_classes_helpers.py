@@ -90,7 +90,7 @@ def enlarge(device: Path, file: Path, size_bytes: int) -> None:
 
 @asynccontextmanager
 async def nbd_server(
-    file: Path, where: int | Path, *, export: str = "vol"
+    file: Path, where: int | Path, *, export: str = "vol", clients: int = 8
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
     """Serve a file by qemu-nbd on a port of the loopback address or on a Unix socket."""
     if not file.exists():
@@ -99,7 +99,7 @@ async def nbd_server(
     address = (
         ["-k", str(where)] if isinstance(where, Path) else ["-b", "127.0.0.1", "-p", f"{where}"]
     )
-    argv = ["qemu-nbd", "-f", "raw", "-x", export, "-e", "8", "-t", *address, str(file)]
+    argv = ["qemu-nbd", "-f", "raw", "-x", export, "-e", f"{clients}", "-t", *address, str(file)]
     process = _started(argv)
     try:
         await wait_until(lambda: _listens(where), what="the NBD server")

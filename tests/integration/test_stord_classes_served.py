@@ -13,6 +13,7 @@ import pytest
 from chv.common.errors import ChvError, Unavailable
 from chv.common.wire import stord as wire
 from chv.stord.backends.nbd import RECONNECT_S
+from chv.stord.backends.remote import PROBE_TIMEOUT_S
 from tests.helpers import wait_until
 from tests.integration.stord_classes_helpers import (
     CEPH_POOL,
@@ -86,6 +87,25 @@ async def test_a_device_is_served(node: Node, scratch: Path) -> None:
 async def test_an_nbd_export_is_served(node: Node, scratch: Path) -> None:
     async with nbd_server(scratch / "disk", NBD_PORT):
         await write_and_read(node, nbd(NBD_PORT))
+
+
+async def test_a_server_of_one_client_is_not_asked_while_its_volume_is_served(
+    node: Node, scratch: Path
+) -> None:
+    # `_listens` of the helper is gone again; the storage daemon is the one client.
+    volume, vm = IDS.uid(), IDS.uid()
+    async with nbd_server(scratch / "disk", NBD_PORT, clients=1):
+        await open_class(node, volume, nbd(NBD_PORT))
+        await node.attach(volume, vm)
+
+        with anyio.fail_after(PROBE_TIMEOUT_S / 2):
+            info = await node.get(volume)
+            again = await node.attach(volume, vm)
+
+        assert (info.state, info.size_bytes, info.last_error) == ("open", SIZE_BYTES, "")
+        assert again.volume_id == volume
+        await node.detach(volume, vm)
+        await node.delete(volume)
 
 
 async def test_an_export_on_a_private_unix_socket_is_served(scratch: Path) -> None:

@@ -30,12 +30,14 @@ from chv.agent.volume.wish import (
     with_the_source_of,
 )
 from chv.common.errors import (
+    ChvError,
     Conflict,
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     OutcomeUnknown,
+    Unavailable,
     from_data,
 )
 from chv.common.failpoint import failpoint
@@ -70,7 +72,7 @@ class VolumeReconciler(SimpleReconciler):
             return await self._delete(stored, seen)
         if seen is not None and seen.state in LOST:
             await self._requests.give_up(stored, f"the volume is {seen.state}")
-            raise DataLoss(f"the volume is {seen.state}: {seen.last_error}", resource=stored.title)
+            raise _unusable(stored, seen)
         waits = await self._requests.tend(stored, seen) if seen is not None else False
         outcome = await self._as_wanted(stored, seen)
         return Waiting(POLL_S) if waits and isinstance(outcome, Done) else outcome
@@ -273,6 +275,14 @@ class VolumeReconciler(SimpleReconciler):
 def _volume(stored: StoredObject) -> Volume:
     assert isinstance(stored.resource, Volume)
     return stored.resource
+
+
+def _unusable(stored: StoredObject, seen: stord.VolumeInfo) -> ChvError:
+    """Return the error of a volume whose bytes are not in order; a server may come back."""
+    message = f"the volume is {seen.state}: {seen.last_error}"
+    if seen.class_name is stord.VolumeClass.FILE:
+        return DataLoss(message, resource=stored.title)
+    return Unavailable(message, resource=stored.title)
 
 
 def _is_new(seen: stord.VolumeInfo | None) -> bool:

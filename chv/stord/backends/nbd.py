@@ -11,16 +11,23 @@ import os
 import stat
 from pathlib import Path
 
+import anyio
+from anyio.abc import ByteStream
+
 from chv.common.config import StorageConfig
 from chv.common.errors import InvalidArgument, NotFound
 from chv.common.layout import Layout
 from chv.common.wire.stord import NbdPlace, VolumeBackend, VolumeClass
 from chv.stord import allow
+from chv.stord.backends import disk_files
+from chv.stord.backends.base import Inspection
 from chv.stord.backends.remote import OnServer
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 
 # A server that is started again in this time is not noticed by the guest.
 RECONNECT_S = 15
+# A server that is there is heard much sooner; one that is busy with its only client never is.
+CONNECT_TIMEOUT_S = 0.5
 
 
 class NbdBackend(OnServer):
@@ -63,10 +70,42 @@ class NbdBackend(OnServer):
         one, two = self.place(spec), self.place(other)
         return (allow.remote_of(one), one.export) == (allow.remote_of(two), two.export)
 
+    async def served(self, volume_id: str, spec: VolumeBackend) -> Inspection:
+        """Look at a served volume by a mere connection: a server may have one client at a time.
+
+        Such a server would answer nobody but the storage daemon, so only a refusal tells anything.
+        """
+        location = self.location(spec)
+        problem = await _refusal(self.place(spec))
+        if problem:
+            problem = f"nbd server {location}: {problem}"
+            return Inspection(location=location, state="broken", problem=problem)
+        described = disk_files.described_bytes(self._layout.volume(volume_id))
+        size_bytes = max(self.said_bytes.get(volume_id, 0), described)
+        return Inspection(
+            location=location, state="open", size_bytes=size_bytes, device_bytes=size_bytes
+        )
+
     def sockets(self, spec: VolumeBackend) -> list[Path]:
         """Return the Unix socket of the server."""
         place = self.place(spec)
         return [Path(place.socket)] if place.socket else []
+
+
+async def _refusal(place: NbdPlace) -> str:
+    """Return why nobody can connect; empty where somebody can, or where nothing is heard."""
+    try:
+        with anyio.move_on_after(CONNECT_TIMEOUT_S):
+            if place.socket:
+                stream: ByteStream = await anyio.connect_unix(place.socket)
+            else:
+                stream = await anyio.connect_tcp(place.host, place.port)
+            await stream.aclose()
+    except BlockingIOError:
+        return ""  # its queue is full, so it is there
+    except OSError as error:
+        return str(error.__cause__ or error)
+    return ""
 
 
 def _check_socket(path: Path) -> None:

@@ -111,6 +111,7 @@ class OnServer(Elsewhere):
     def __init__(self, layout: Layout, storage: StorageConfig) -> None:
         super().__init__(layout, storage)
         self._probing = anyio.Lock()
+        self.said_bytes: dict[str, int] = {}  # by volume: what its server said last
 
     @abstractmethod
     def place(self, spec: VolumeBackend) -> allow.Remote:
@@ -130,6 +131,7 @@ class OnServer(Elsewhere):
 
     async def discard(self, volume_id: str, spec: VolumeBackend) -> None:
         """Forget the bytes; what a storage daemon was let into is taken back."""
+        self.said_bytes.pop(volume_id, None)
 
     async def grow(self, volume_id: str, spec: VolumeBackend) -> None:
         """See that the bytes have become more, which is the server's work."""
@@ -170,6 +172,10 @@ class OnServer(Elsewhere):
             location=location, state="open", size_bytes=size_bytes, device_bytes=size_bytes
         )
 
+    async def served(self, volume_id: str, spec: VolumeBackend) -> Inspection:
+        """Look at a volume that a storage daemon has."""
+        return await self.inspect(volume_id, spec)
+
     async def size_bytes(self, volume_id: str, spec: VolumeBackend) -> int:
         """Return how many bytes the server says that it has."""
         name = f"{self.class_name.value} server {self.location(spec)}"
@@ -177,7 +183,9 @@ class OnServer(Elsewhere):
             try:
                 for socket in self.sockets(spec):
                     let_in(socket, self._layout.tools_uid, 0)
-                return await probe(self._layout, self.protocol(volume_id, spec), name)
+                said = await probe(self._layout, self.protocol(volume_id, spec), name)
+                self.said_bytes[volume_id] = said
+                return said
             finally:
                 for socket in self.sockets(spec):
                     let_in(socket, 0, self._layout.tools_uid)
