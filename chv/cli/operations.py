@@ -61,13 +61,20 @@ def final(client: BlockingClient, operation_id: str, timeout_s: float) -> Operat
                 return client.call(WAIT_OPERATION, request, timeout_s=slice_s + 5).operation
             except DeadlineExceeded as error:
                 if time.monotonic() >= deadline:
-                    raise DeadlineExceeded(
-                        f"{operation_id} is still running after {timeout_s:g} s",
-                        hint=f"it goes on; see `chv ops show {operation_id}`",
-                    ) from error
+                    raise _late(client, operation_id, timeout_s) from error
             line.show(client.call(GET_OPERATION, OperationRef(operation_id=operation_id)))
     finally:
         line.clear()
+
+
+def _late(client: BlockingClient, operation_id: str, timeout_s: float) -> DeadlineExceeded:
+    """Return the error of a wait that is over, with what the operation waits for itself."""
+    reply = client.call(GET_OPERATION, OperationRef(operation_id=operation_id))
+    said = reply.operation.message
+    return DeadlineExceeded(
+        f"{operation_id} is still running after {timeout_s:g} s" + (f": {said}" if said else ""),
+        hint=f"it goes on; see `chv ops show {operation_id}`",
+    )
 
 
 class ProgressLine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import msgspec
 
@@ -25,9 +26,11 @@ def status(arguments: argparse.Namespace) -> int:
         return 0
     if daemon is not None:
         print(f"stord {daemon.state}, pid {daemon.pid}, {daemon.restarts} restarts")
-    for feature in node.features:
-        words = msgspec.to_builtins(feature)
-        print("  " + ", ".join(f"{name} {value}" for name, value in words.items() if value != ""))
+    print()
+    features = [
+        [each.name, "yes" if each.present else "no", each.detail or "-"] for each in node.features
+    ]
+    output.table(["FEATURE", "PRESENT", "DETAIL"], features)
     print()
     rows = [
         [
@@ -37,13 +40,20 @@ def status(arguments: argparse.Namespace) -> int:
             (item.get("status") or {}).get("space", "-"),
             condition(item, "SizeApplied"),
             (item.get("status") or {}).get("progress") or "-",
-            (item.get("status") or {}).get("lastError") or "-",
+            (item.get("status") or {}).get("lastError") or _not_ready(item),
         ]
         for item in volumes
     ]
     headers = ["NAMESPACE", "NAME", "PHASE", "SPACE", "SIZE-APPLIED", "PROGRESS", "LAST-ERROR"]
     output.table(headers, rows)
     return 0
+
+
+def _not_ready(volume: dict[str, Any]) -> str:
+    """Return why a volume is not ready; a dash where it is."""
+    conditions = (volume.get("status") or {}).get("conditions") or []
+    ready = next((each for each in conditions if each["type"] == "Ready"), None)
+    return "-" if ready is None or ready["status"] == "True" else ready["message"] or "-"
 
 
 def jobs(arguments: argparse.Namespace) -> int:

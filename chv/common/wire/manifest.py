@@ -174,6 +174,11 @@ def _friendly(tree: dict[str, Any], text: str) -> InvalidArgument:
             f"{name!r} is missing", resource=_title(tree), field=_join(path, name)
         )
     value = _value_at(tree, path)
+    choices = _schema_at(KINDS[tree["kind"]], path).get("enum", ())
+    if choices and isinstance(value, str):
+        return InvalidArgument(
+            f"{shown(value)} is none of {', '.join(choices)}", resource=_title(tree), field=path
+        )
     return InvalidArgument(
         f"{shown(value)}: {_lowered(words)}",
         resource=_title(tree),
@@ -194,14 +199,20 @@ def _unknown_field(tree: dict[str, Any], path: str, name: str) -> InvalidArgumen
 
 
 def _known_fields(kind: type[Resource], path: str) -> list[str]:
-    """Return the fields of the struct at `path`, found in its JSON schema."""
+    """Return the fields of the struct at `path`."""
+    names = _schema_at(kind, path).get("properties", {})
+    return [name for name in names if name not in ("status", "managedFields")]
+
+
+def _schema_at(kind: type[Resource], path: str) -> dict[str, Any]:
+    """Return the JSON schema of what is at `path`; empty where there is none."""
     schema = msgspec.json.schema(kind)
     node = _resolved(schema, schema)
     for part in _parts(path):
         properties = node.get("properties", {})
         node = properties.get(part, {}) if isinstance(part, str) else node.get("items", {})
         node = _resolved(schema, node)
-    return [name for name in node.get("properties", {}) if name not in ("status", "managedFields")]
+    return node
 
 
 def _resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def test_raw_json_and_a_tree_are_the_same() -> None:
         (document("Volume", size="10"), "spec.size", "10", "10Mi"),
         (document("Volume", size=10), "spec.size", "10", "10Gi"),
         (document("Volume", size="1000k"), "spec.size", "1000k", "1Mi"),
+        (document("Volume", size="1Gi", **{"class": "zfs"}), "spec.class", "none of block", ""),
         (document("Network", subnet="10.0.0.1/24"), "spec.subnet", "10.0.0.1/24", "10.0.0.0/24"),
         (document("Network", subnet="10.0.0.0/30"), "spec.subnet", "/30", "/29"),
         (document("Network", subnet="127.0.0.0/24"), "spec.subnet", "127.0.0.0/24", "private"),
