@@ -43,5 +43,5 @@ class _Busy:
 
 
 def test_a_wait_that_is_over_says_what_the_operation_waits_for() -> None:
-    with pytest.raises(DeadlineExceeded, match="/dev/sdx.*does not exist"):
+    with pytest.raises(DeadlineExceeded, match=r"/dev/sdx.*does not exist"):
         final(cast("BlockingClient", _Busy()), "op-1", 0.0)
