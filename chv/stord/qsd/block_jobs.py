@@ -92,7 +92,7 @@ async def cancel(monitor: Monitor, name: str) -> BlockJob | None:
     if job is None:
         return None
     if job.status != CONCLUDED:
-        await monitor.call("job-cancel", {"id": name})
+        await _ask_to_end(monitor, name)
         job = await settled(monitor, name, CANCEL_TIMEOUT_S)
     if job is None:
         return None
@@ -100,6 +100,16 @@ async def cancel(monitor: Monitor, name: str) -> BlockJob | None:
         raise DeadlineExceeded(f"job {name} did not end within {CANCEL_TIMEOUT_S} s")
     await dismiss(monitor, name)
     return job
+
+
+async def _ask_to_end(monitor: Monitor, name: str) -> None:
+    """Have a job cancelled; one that came to its end before it was asked refuses that."""
+    try:
+        await monitor.call("job-cancel", {"id": name})
+    except ChvError:
+        job = await find(monitor, name)
+        if job is not None and job.status != CONCLUDED:
+            raise
 
 
 async def cancel_of(monitor: Monitor, volume_id: str) -> None:
