@@ -188,16 +188,26 @@ def _read_through(path: Path, row: Volume, control: JobControl) -> Report:
         os.close(fd)
 
 
+def _next_data(fd: int, offset: int, end: int) -> int:
+    """Return where data is from an offset on; `end` where there is only a hole."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return end
+        if error.errno == errno.EINVAL:  # a device knows of no holes
+            return offset
+        raise
+
+
 def _unreadable(fd: int, control: JobControl) -> int:
     """Return how many pieces of an open file the disk does not give."""
     bad, end, offset = 0, os.lseek(fd, 0, os.SEEK_END), 0
     while offset < end and not control.cancelling.is_set():
         try:
-            offset = os.lseek(fd, offset, os.SEEK_DATA)
+            offset = _next_data(fd, offset, end)
             os.pread(fd, READ_BYTES, offset)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # only a hole is left
-                break
+        except OSError:
             bad += 1
         offset += READ_BYTES
     return bad

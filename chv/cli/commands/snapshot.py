@@ -9,6 +9,7 @@ import msgspec
 from chv.cli import connect, manifests, operations
 from chv.cli.commands import objects, volume
 from chv.common.errors import FailedPrecondition
+from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
 from chv.common.wire.types import API_VERSION
 
@@ -61,6 +62,8 @@ def restore(arguments: argparse.Namespace) -> int:
         names = [arguments.volume] if arguments.volume else [part["volume"] for part in parts]
         if not names:
             raise FailedPrecondition(f"snapshot {arguments.name} is not taken yet")
+        for name in names:  # all of them or none
+            _refuse_later(client, name, arguments)
         for name in names:
             request = agent.ActOnVolume(
                 verb=agent.VolumeVerb.RESTORE,
@@ -72,3 +75,17 @@ def restore(arguments: argparse.Namespace) -> int:
             )
             volume.run(client, request, arguments)
     return 0
+
+
+def _refuse_later(client: BlockingClient, volume_name: str, arguments: argparse.Namespace) -> None:
+    """Raise where a volume has snapshots that the restore would lose."""
+    reference = agent.ObjectRef(kind="Volume", name=volume_name, namespace=arguments.namespace)
+    found = msgspec.json.decode(client.call(agent.GET, reference).object)
+    parts = (found.get("status") or {}).get("snapshots") or []
+    names = [part["snapshot"] for part in parts]
+    later = names[names.index(arguments.name) + 1 :] if arguments.name in names else []
+    if later:
+        raise FailedPrecondition(
+            f"volume {volume_name} has later snapshots: {', '.join(later)}; nothing was restored",
+            hint=f"they would be lost: delete them first, the newest first: {later[-1]}",
+        )
