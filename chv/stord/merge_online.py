@@ -90,9 +90,10 @@ class OnlineMerge:
                 return await self._push(control, monitor)
             except (Unavailable, DeadlineExceeded):
                 raise  # it died, or hangs and is killed: no guest waits for it
-            except ChvError:
-                await self._let_go(control, monitor)
-                raise
+            except ChvError as error:
+                refusal = error
+            await self._let_go(control, monitor)
+            raise refusal
 
     async def _let_go(self, control: JobControl, monitor: Monitor) -> None:
         """After an error: no job may stay that would hold the guest's writes back for ever."""

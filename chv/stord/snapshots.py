@@ -152,6 +152,7 @@ class Snapshots:
         begun = [layers.begin_snapshot(row, request.snapshot_id, now) for row in rows]
         await self._records.put_volumes(begun)
         await failpoint("stord.snapshot.after_intent")
+        failure: Exception | None = None
         try:
             for row in begun:
                 assert row.change is not None
@@ -160,12 +161,18 @@ class Snapshots:
             await failpoint("stord.snapshot.after_overlays")
             if request.vm_id:
                 await self._put_on_top(request.vm_id, begun)
+        except (ChvError, OSError, TimeoutError) as error:
+            failure = error
         except BaseException:
-            # Whatever it was, what was begun is settled or left for the next look.
+            with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
+                await self._settle_group(begun)
+            raise
+        if failure is not None:
+            # What was begun is settled, or left for the next look; it may be there after all.
             with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
                 await self._settle_group(begun)
             if not self._is_there(volume_ids, request.snapshot_id):
-                raise
+                raise failure
             return
         await self._finish(begun)
         await failpoint("stord.snapshot.after_record")

@@ -267,7 +267,8 @@ def test_cancelled_backup_leaves_no_backup(guest: LiveNode) -> None:
         "volume", "backup", "root", "--target", str(target), "--rate", "1Mi", "--no-wait"
     ).stdout.strip()
     guest.cli("ops", "cancel", operation)
-    assert _ended(guest, operation)["state"] == "Cancelled"
+    ended = wait_for(lambda: _ended(guest, operation), 60, "the end of the backup")
+    assert ended["state"] == "Cancelled"
     assert list(target.glob("*.qcow2")) == []
     assert guest.ssh("guest", "cat /data/file").stdout == "before\n"
 

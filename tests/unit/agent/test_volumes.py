@@ -233,7 +233,7 @@ async def test_a_volume_with_snapshots_does_not_move() -> None:
 @simulated
 async def test_a_snapshot_of_a_vm_has_all_disks_that_it_writes() -> None:
     async with open_bench() as bench:
-        disks = [{"name": n, "volume": n} for n in ("data", "more")]
+        disks: list[dict[str, Any]] = [{"name": n, "volume": n} for n in ("data", "more")]
         disks.append({"name": "seen", "volume": "seen", "readOnly": True})
         await done(bench, *everything(disks=disks), volume("more"), volume("seen"))
         await bench.until("phase=Running")

@@ -125,7 +125,7 @@ def test_what_the_peer_does_not_take_waits_in_order_with_its_descriptors(
     peer.settimeout(5)
     before = open_fds()
     sent = 0
-    while not channel.is_blocked:
+    while len(channel._output) == 0:
         channel.send(Message(sent, bytes(4000)))
         sent += 1
     reader, writer = os.pipe()
