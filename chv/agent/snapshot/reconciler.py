@@ -7,6 +7,7 @@ for fails for good rather than being something else, or from some later time.
 
 from __future__ import annotations
 
+import anyio
 import msgspec
 
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
@@ -49,6 +50,7 @@ from chv.common.wire.resources import (
 
 # What may pass by itself within the time of an operation; anything else ends the attempt.
 MAY_PASS = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict, ResourceExhausted, InUse)
+RETRY_MERGE_S = 5.0
 UNSURE = (DeadlineExceeded, OutcomeUnknown)
 FAILPOINTS = tuple(
     f"agent.snapshot.{name}.{moment}"
@@ -63,6 +65,8 @@ class SnapshotReconciler(SimpleReconciler):
     """The reconciler of one snapshot."""
 
     _sent = False  # stord was asked to take it in this pass
+    _merging = ""  # the job that was begun last
+    _next_merge = 0.0  # not before
 
     async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
@@ -242,10 +246,28 @@ class SnapshotReconciler(SimpleReconciler):
         if volume.job:
             message = f"waits for job {volume.job} of its volume"
             return await self._wait_to_go(stored, seen, message, Waiting(POLL_S))
+        failure = await self._failed_merge()
+        if failure:
+            name = short_name(self._context.ledger.tables, volume.volume_id)
+            message = f"tries again: volume {name}: {failure}"
+            return await self._wait_to_go(stored, seen, message, Waiting(RETRY_MERGE_S))
         await self.effect(
             stored, "delete", lambda operation_id: self._merge(volume.volume_id, operation_id)
         )
         return Waiting(0.2)
+
+    async def _failed_merge(self) -> str:
+        """Return why the last merge failed, while it is too early for the next; empty: go on."""
+        job = await find_job(self._context, self._merging) if self._merging else None
+        if job is None or job.state is not stord.JobState.FAILED:
+            return ""
+        now = anyio.current_time()
+        if not self._next_merge:
+            self._next_merge = now + RETRY_MERGE_S
+        if now >= self._next_merge:
+            self._merging, self._next_merge = "", 0.0
+            return ""
+        return "the job failed" if job.error is None else job.error.message
 
     async def _merge(self, volume_uid: str, operation_id: str) -> None:
         """Begin the job; each try is a job of its own, found again by its volume."""
@@ -258,6 +280,7 @@ class SnapshotReconciler(SimpleReconciler):
             await self._context.stord.call(stord.DELETE_SNAPSHOT, request)
         except NotFound:
             return
+        self._merging = job_id
         await failpoint("agent.snapshot.delete.after")
         self._context.wake(volume_uid)
 

@@ -60,6 +60,7 @@ class VolumeReconciler(SimpleReconciler):
 
     def __init__(self, context: Context, uid: str) -> None:
         super().__init__(context, uid)
+        self._seen: stord.VolumeInfo | None = None  # by the last pass
         self._requests = Requests(context, uid)
         self._mover = Mover(context, uid, self.step)
 
@@ -67,6 +68,7 @@ class VolumeReconciler(SimpleReconciler):
         """Make one pass."""
         listed = (await self._context.volumes.fresh()).volumes
         seen = next((each for each in listed if each.volume_id == self._uid), None)
+        self._seen = seen
         self._context.looked_at(self._uid)
         if stored.deleting:
             return await self._delete(stored, seen)
@@ -244,6 +246,12 @@ class VolumeReconciler(SimpleReconciler):
     async def show_error(self, stored: StoredObject, ready: Condition, *, permanent: bool) -> None:
         """Publish a status that shows the error; what was known of the volume stays."""
         before = _volume(stored).status or VolumeStatus()
+        if self._seen is not None:
+            before = msgspec.structs.replace(
+                volume_status(self._context.ledger.tables, stored, self._seen, before.progress),
+                observed_generation=before.observed_generation,
+                conditions=before.conditions,
+            )
         shown = "Failed" if permanent else before.phase
         others = [each for each in before.conditions if each.type != "Ready"]
         await self._publish(stored, msgspec.structs.replace(before, phase=shown), [ready, *others])

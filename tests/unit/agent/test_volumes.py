@@ -272,6 +272,20 @@ async def test_a_freeze_of_no_guest_fails_for_good() -> None:
 
 
 @simulated
+async def test_a_merge_that_fails_is_told_and_tried_again_at_leisure() -> None:
+    async with open_slow() as bench:
+        await done(bench, volume(), snapshot())
+        await bench.delete("VolumeSnapshot", "snap")
+        sim(bench)._end(await running_job(bench, "delete_snapshot"), JobState.FAILED)
+        await anyio.sleep(3)
+        message = bench.get("VolumeSnapshot", "snap").status.conditions[0].message
+        assert message == "tries again: volume data: sim: the job failed"
+        assert len(sim(bench).jobs) == 1
+        await anyio.sleep(10)
+        assert len(sim(bench).jobs) == 2
+
+
+@simulated
 async def test_a_snapshot_that_has_vanished_is_lost_and_never_taken_again() -> None:
     async with open_bench() as bench:
         await done(bench, volume(), snapshot())
