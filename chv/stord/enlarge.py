@@ -8,8 +8,9 @@ from __future__ import annotations
 import anyio.to_thread
 
 from chv.common.secret import Secret
-from chv.common.wire.stord import VolumeFormat
+from chv.common.wire.stord import VolumeClass, VolumeFormat
 from chv.stord.backends import disk_files
+from chv.stord.backends.elsewhere import refuse_smaller
 from chv.stord.keys import read_key
 from chv.stord.qsd import graph
 from chv.stord.records import Volume
@@ -18,6 +19,8 @@ from chv.stord.work import Parts
 
 TIMEOUT_S = 50.0
 KEY_ID = "k"
+# Their size is up to others; the other classes enlarge the base when layers are merged.
+SOMEBODY_ELSES = (VolumeClass.BLOCK, VolumeClass.NBD, VolumeClass.ISCSI)
 
 
 async def enlarge_overlay(parts: Parts, row: Volume) -> None:
@@ -27,9 +30,17 @@ async def enlarge_overlay(parts: Parts, row: Volume) -> None:
     layer = await anyio.to_thread.run_sync(parts.disks.layer, volume_id, number)
     if disk_files.virtual_size_bytes(path, VolumeFormat.QCOW2) >= row.backend.size_bytes:
         return
+    await _refuse_beyond(parts, row)
     keys: dict[str, Secret] = {}
     if layer.key:
         keys[KEY_ID] = await anyio.to_thread.run_sync(read_key, parts.layout, layer.key)
     node = graph.image_node(layer, KEY_ID) | {"backing": None}
     call = Call(owns=(path,), keys=keys, volume_id=volume_id, timeout_s=TIMEOUT_S)
     await parts.tools.run(["resize", "-q", json_image(node), str(row.backend.size_bytes)], call)
+
+
+async def _refuse_beyond(parts: Parts, row: Volume) -> None:
+    """Raise where the base could never hold it: no merge would ever bring the layers together."""
+    if row.backend.class_name in SOMEBODY_ELSES:
+        backend = parts.disks.backend(row.backend)
+        refuse_smaller(await backend.inspect(row.volume_id, row.backend), row.backend)

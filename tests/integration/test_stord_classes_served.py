@@ -15,6 +15,7 @@ from chv.common.wire import stord as wire
 from chv.stord.backends.nbd import RECONNECT_S
 from chv.stord.backends.remote import PROBE_TIMEOUT_S
 from tests.helpers import wait_until
+from tests.integration.snapshot_rig import snapshot as take_snapshot
 from tests.integration.stord_classes_helpers import (
     CEPH_POOL,
     SIZE_BYTES,
@@ -115,6 +116,36 @@ async def test_an_export_on_a_private_unix_socket_is_served(scratch: Path) -> No
         async with open_node(storage=f'remotes = ["nbd+unix://{path}"]') as node:
             place = wire.NbdPlace(socket=str(path), export="vol")
             await write_and_read(node, spec("nbd", nbd=place))
+
+
+async def test_layers_never_become_larger_than_the_device_below_them(
+    node: Node, scratch: Path
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    with loop_device(scratch / "disk") as device:
+        await open_class(node, volume, block(device))
+        await take_snapshot(node, [volume])
+        await node.attach(volume, vm)
+        await open_class(node, volume, block(device, size_bytes=2 * SIZE_BYTES), generation=2)
+        await node.detach(volume, vm, generation=2)
+
+        await node.attach(volume, vm, generation=2)  # it goes on as it is
+
+        info = await node.get(volume)
+        assert (info.size_bytes, info.pending_size_bytes) == (SIZE_BYTES, 2 * SIZE_BYTES)
+        assert str(2 * SIZE_BYTES) in info.last_error
+        await node.detach(volume, vm, generation=2)
+
+
+async def test_a_device_in_order_has_no_errors(node: Node, scratch: Path) -> None:
+    volume = IDS.uid()
+    with loop_device(scratch / "disk") as device:
+        await open_class(node, volume, block(device))
+        async with node.client() as client:
+            request = wire.CheckVolume(meta=meta(), volume_id=volume)
+            job = await client.call(wire.CHECK_VOLUME, request)
+        assert (await node.job(job.job_id)).result["errors"] == "0"
+        await node.delete(volume)
 
 
 async def test_a_device_is_read_by_many_and_its_node_goes_with_the_volume(
