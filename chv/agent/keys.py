@@ -144,9 +144,9 @@ def _decoded(text: str) -> bytes:
         value = b""
     if not value or b"\0" in value:
         raise InvalidArgument(
-            "it is not base64 of UTF-8 text",
+            "its bytes are not UTF-8 text without NUL, or did not come as base64",
             field="key",
-            hint="leave it empty to have one made at random",
+            hint="give text, such as `openssl rand -base64 32` makes, or have one made at random",
         )
     if not KEY_BYTES_MIN <= len(value) <= KEY_BYTES_MAX:
         raise InvalidArgument(

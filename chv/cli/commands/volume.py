@@ -15,7 +15,7 @@ import msgspec
 from chv.cli import connect, manifests, operations
 from chv.cli.commands import objects
 from chv.common.errors import InvalidArgument
-from chv.common.quantity import parse_bytes
+from chv.common.quantity import format_bytes, parse_bytes
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
 
@@ -88,7 +88,7 @@ def _after_growth(client: BlockingClient, arguments: argparse.Namespace) -> None
     status = _get(client, arguments).get("status") or {}
     pending = status.get("pendingSizeBytes")
     if not pending:
-        print(f"Volume/{arguments.name} has {status.get('sizeBytes')} bytes")
+        print(f"Volume/{arguments.name} has {format_bytes(status.get('sizeBytes', 0))}")
     elif arguments.now:
         request = agent.ActOnVolume(
             verb=agent.VolumeVerb.GROW_NOW,
@@ -100,7 +100,7 @@ def _after_growth(client: BlockingClient, arguments: argparse.Namespace) -> None
         run(client, request, arguments)
     else:
         print(
-            f"Volume/{arguments.name} will have {pending} bytes at the VM's next start; "
+            f"Volume/{arguments.name} will have {format_bytes(pending)} at the VM's next start; "
             "with --now the disk is unplugged and plugged again"
         )
 

@@ -190,7 +190,7 @@ def _check_limits(limits: VolumeLimits) -> None:
         parts = [name for name in (f"{kind}Read", f"{kind}Write") if rates[name][0]]
         if rates[f"{kind}Total"][0] and parts:
             raise InvalidArgument(
-                f"a total goes with neither {' nor '.join(parts)}",
+                f"a total does not go together with {' or '.join(parts)}",
                 field=f"spec.limits.{kind}Total",
                 hint="limit the total, or read and write apart",
             )
