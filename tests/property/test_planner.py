@@ -586,6 +586,19 @@ def test_a_vm_stands_still_while_its_volume_can_take_no_more() -> None:
     assert p.plan(only_read, full) == []
 
 
+def test_a_vm_that_was_reset_and_stands_is_not_paused_before_its_disks_come_back() -> None:
+    seen = running()
+    assert seen.worker is not None
+    stands = replace(seen.worker, state=VmmState.CREATED, recovering=True)
+    lost = replace(seen, worker=stands, backend=m.Backend.LOST)
+    assert p.plan(RUNS, lost) == [
+        s.RecoverBackendStep(),
+        s.AwaitDisksStep(),
+        s.ResetStep(),
+        s.BootStep(),
+    ]
+
+
 def test_no_vm_starts_on_a_volume_without_space() -> None:
     (wait,) = p.plan(RUNS, m.ObservedVm(volumes={"v": replace(OPEN, full=True)}))
     assert isinstance(wait, s.WaitStep)

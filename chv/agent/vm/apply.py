@@ -117,6 +117,9 @@ class Applier:
                 await self._put_worker(_replace(self._row, booted=True, recovering=False))
             case steps.MarkRecoveringStep():
                 await self._put_worker(_replace(self._row, recovering=True))
+                # While the disks are away: QEMU starts a disk that comes back where the guest
+                # left it, and under vCPUs that stand the storage daemon refuses its rings.
+                await port.reset(vm)
             case steps.PauseStep():
                 await port.pause(vm)
             case steps.RecoverBackendStep():

@@ -260,9 +260,10 @@ def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -
     They are stopped before it is written down: until the storage daemon comes back, which is
     later, whoever looks sees the loss.
     """
+    # Created: they stand already, since a reset or because they never ran.
+    steps: list[Step] = [] if worker.state is VmmState.CREATED else [PauseStep()]
     if not observed.storage_known:
-        return [PauseStep(), WaitStep("StorageLost", "StorageUnavailable", "stord is silent", 2.0)]
-    steps: list[Step] = [PauseStep()]
+        return [*steps, WaitStep("StorageLost", "StorageUnavailable", "stord is silent", 2.0)]
     if not worker.recovering:
         steps.append(MarkRecoveringStep())
     if observed.backend is Backend.RESTARTING:

@@ -72,7 +72,7 @@ class BootStep:
 
 @dataclass(frozen=True, slots=True)
 class MarkRecoveringStep:
-    """Record that a reset is due before the vCPUs run again."""
+    """Record that a reset is due before the vCPUs run again, and reset a first time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ async def test_every_loss_is_told_with_what_was_done_also_by_a_new_agent() -> No
         for _ in range(2):
             bench.machine.host.lose_storage(process.vm_uid)
             resets = process.resets
-            await until(lambda resets=resets: process.resets == resets + 1)
+            await until(lambda resets=resets: process.resets == resets + 2)
         await until(lambda: bench.condition("StorageLost") == ("False", "Recovered"))
     machine = bench.machine
     machine.host.exits = type(machine.host.exits)()

@@ -262,9 +262,18 @@ async def test_a_vm_that_crashes_again_and_again_is_given_up_and_can_be_started(
 async def test_a_storage_loss_resets_the_vm_before_its_disks_come_back() -> None:
     async with open_bench() as bench:
         process = await started(bench)
-        bench.machine.host.lose_storage(process.vm_uid)
-        await anyio.sleep(60)
-        assert process.resets == 1
+        host, served = bench.machine.host, list[bool]()
+        reset = host.reset
+
+        def noted(vm_uid: str) -> None:
+            served.append(host.stord.sessions[vm_uid].serving)
+            reset(vm_uid)
+
+        with patch.object(host, "reset", noted):
+            host.lose_storage(process.vm_uid)
+            await anyio.sleep(60)
+        # First while nothing serves: a disk that returns is then not started where it was left.
+        assert served == [False, True]
         assert process.state is VmmState.RUNNING
         assert bench.condition("StorageLost") == ("False", "Recovered")
         assert not bench.machine.violations
