@@ -17,6 +17,7 @@ from typing import cast
 import anyio
 import tenacity
 from qemu.qmp import (
+    ConnectError,
     ExecInterruptedError,
     ExecuteError,
     Message,
@@ -24,6 +25,7 @@ from qemu.qmp import (
     QMPError,
     StateError,
 )
+from qemu.qmp.qmp_client import NegotiationError
 
 from chv.common.errors import (
     AlreadyExists,
@@ -42,6 +44,7 @@ from chv.stord.qsd.peer import check_peer
 CALL_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.001
+NEGOTIATIONS_MAX = 3
 DISCONNECT_TIMEOUT_S = 1.0
 DELETED_POLL_S = 0.1
 OBJECTS = "/objects"
@@ -165,12 +168,28 @@ class Monitor:
 @asynccontextmanager
 async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
     """Connect to the monitor at `path` once it listens; a process of `uid` must own it."""
-    client = await _connect(path, uid)
+    client = await _connect_again(path, uid)
     try:
         yield Monitor(client)
     finally:
         with anyio.move_on_after(DISCONNECT_TIMEOUT_S, shield=True):
             await _disconnect(client)
+
+
+async def _connect_again(path: Path, uid: int) -> QMPClient:
+    """Connect, once more where the first words were not an answer.
+
+    An event for the client before, which was killed while a job ran, can come to the next one
+    in place of the answer to its first command (QEMU 11).
+    """
+    for _ in range(NEGOTIATIONS_MAX - 1):
+        try:
+            return await _connect(path, uid)
+        except Unavailable as error:
+            cause = error.__cause__
+            if not (isinstance(cause, ConnectError) and isinstance(cause.exc, NegotiationError)):
+                raise
+    return await _connect(path, uid)
 
 
 async def _connect(path: Path, uid: int) -> QMPClient:

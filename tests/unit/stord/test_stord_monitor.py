@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -41,3 +44,30 @@ async def test_a_daemon_that_dies_while_it_greets_leaves_no_line_of_the_library(
             await Monitor(path).ask("query-status")
         tasks.cancel_scope.cancel()
     assert not caplog.records
+
+
+async def test_an_event_for_the_client_before_is_not_the_end(tmp_path: Path) -> None:
+    greeting: dict[str, Any] = {"QMP": {"version": {}, "capabilities": []}}
+    stale = {"event": "JOB_STATUS_CHANGE", "data": {}, "timestamp": {"seconds": 1}}
+    clients = 0
+
+    async def serve(stream: SocketStream) -> None:
+        nonlocal clients
+        clients += 1
+        words = [greeting, stale] if clients == 1 else [greeting]
+        async with stream:
+            await stream.send(b"".join(json.dumps(each).encode() + b"\n" for each in words))
+            with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while True:
+                    asked = json.loads(await stream.receive())
+                    answer = {"return": {}, "id": asked["id"]} if "id" in asked else {"return": {}}
+                    await stream.send(json.dumps(answer).encode() + b"\n")
+
+    path = tmp_path / "qmp.sock"
+    listener = await anyio.create_unix_listener(path)
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        async with open_monitor(path, os.getuid()) as monitor:
+            await monitor.ping()
+        tasks.cancel_scope.cancel()
+    assert clients == 2
