@@ -24,6 +24,7 @@ from chv.common.errors import (
     Unavailable,
 )
 from chv.common.failpoint import failpoint
+from chv.common.quantity import format_bytes
 from chv.common.rpc import Method
 from chv.common.wire import stord
 from chv.common.wire.agent import OperationState, VolumeVerb
@@ -140,9 +141,8 @@ class Requests:
         self, stored: StoredObject, request: VolumeRequest, seen: stord.VolumeInfo
     ) -> bool:
         if not seen.pending_size_bytes and seen.generation >= stored.resource.metadata.generation:
-            await self._end(
-                request, OperationState.SUCCEEDED, f"the guest sees {seen.size_bytes} bytes"
-            )
+            message = f"the guest sees {format_bytes(seen.size_bytes)}"
+            await self._end(request, OperationState.SUCCEEDED, message)
             return False
         tables = self._context.ledger.tables
         if not any(vm.uid in tables.workers for vm in referrers(tables, stored.key)):
@@ -151,7 +151,8 @@ class Requests:
             return False
         self._context.wake_referrers(stored)
         await self._note(request, "waits for the guest to let go of the disk")
-        kept = DeadlineExceeded("the guest has kept the disk")
+        why = f"it has not grown: {seen.last_error}" if seen.last_error else ""
+        kept = DeadlineExceeded(why or "the guest has kept the disk")
         return not await self._expired(request, kept, GROW_S_MAX)
 
     # --- journal

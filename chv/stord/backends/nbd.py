@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import ByteStream
 
 from chv.common.config import StorageConfig
@@ -28,6 +29,7 @@ from chv.stord.qsd.graph import Protocol as ProtocolNode
 RECONNECT_S = 15
 # A server that is there is heard much sooner; one that is busy with its only client never is.
 CONNECT_TIMEOUT_S = 0.5
+HEARD_FOR_S = 5.0
 
 
 class NbdBackend(OnServer):
@@ -36,6 +38,10 @@ class NbdBackend(OnServer):
     class_name = VolumeClass.NBD
     driver = "nbd"
     package = "qemu-utils"
+
+    def __init__(self, layout: Layout, storage: StorageConfig) -> None:
+        super().__init__(layout, storage)
+        self._answers: dict[str, tuple[float, str]] = {}  # by volume: when asked, what was wrong
 
     def place(self, spec: VolumeBackend) -> NbdPlace:
         """Return the server's part of the spec."""
@@ -76,7 +82,7 @@ class NbdBackend(OnServer):
         Such a server would answer nobody but the storage daemon, so only a refusal tells anything.
         """
         location = self.location(spec)
-        problem = await _refusal(self.place(spec))
+        problem = await self._heard(volume_id, spec)
         if problem:
             problem = f"nbd server {location}: {problem}"
             return Inspection(location=location, state="broken", problem=problem)
@@ -86,6 +92,21 @@ class NbdBackend(OnServer):
             location=location, state="open", size_bytes=size_bytes, device_bytes=size_bytes
         )
 
+    async def _heard(self, volume_id: str, spec: VolumeBackend) -> str:
+        """Return what a connection told; not each time, for the server writes of each one."""
+        await anyio.lowlevel.checkpoint()
+        now = anyio.current_time()
+        asked_at, problem = self._answers.get(volume_id, (-HEARD_FOR_S, ""))
+        if now - asked_at >= HEARD_FOR_S:
+            problem = await _refusal(self.place(spec))
+            self._answers[volume_id] = now, problem
+        return problem
+
+    async def discard(self, volume_id: str, spec: VolumeBackend) -> None:
+        """Forget the export and what its server said."""
+        self._answers.pop(volume_id, None)
+        await super().discard(volume_id, spec)
+
     def sockets(self, spec: VolumeBackend) -> list[Path]:
         """Return the Unix socket of the server."""
         place = self.place(spec)
@@ -94,6 +115,7 @@ class NbdBackend(OnServer):
 
 async def _refusal(place: NbdPlace) -> str:
     """Return why nobody can connect; empty where somebody can, or where nothing is heard."""
+    await anyio.lowlevel.checkpoint()
     try:
         with anyio.move_on_after(CONNECT_TIMEOUT_S):
             if place.socket:
