@@ -33,7 +33,7 @@ class _Limited:
 
     def __init__(self, inner: Caller) -> None:
         self._inner = inner
-        self._limiter = anyio.Semaphore(CALLS_MAX)
+        self._limiter = anyio.Semaphore(CALLS_MAX, fast_acquire=True)
 
     async def call(self, method: Method[P, R], params: P) -> R:
         async with self._limiter:

@@ -43,7 +43,7 @@ class Ledger:
         self.objects = Watch()
         self.operations = Watch()
         self.on_reload: Callable[[], None] = lambda: None
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._doubtful = True
         self._commits = 0
 

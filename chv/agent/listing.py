@@ -33,7 +33,7 @@ class Listing(Generic[R]):
 
     def __init__(self, fetch: Callable[[], Awaitable[R]]) -> None:
         self._fetch = fetch
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._due: _Flight[R] | None = None
 
     async def fresh(self) -> R:

@@ -22,8 +22,10 @@ T = TypeVar("T")
 
 KINDS = ("fail_before", "fail_after", "hang_before", "hang_after", "kill_before", "kill_after")
 TIMEOUT_S = 10.0  # after which a hanging call is given up by its adapter
-# Most calls are reads, most of what can go wrong is in the effects.
-WEIGHT_READ, WEIGHT_EFFECT = 0.25, 1.5
+# Most calls are reads or show something; what can go wrong is in the effects, and most of all in
+# those outside of the store, which are rare.
+WEIGHT_READ, WEIGHT_COMMIT, WEIGHT_OUTSIDE = 0.25, 1.5, 4.0
+SHOWS = "store.commit PutStatus"
 DELAYS_S = (0.0, 0.0, 0.001, 0.01, 0.2)
 
 
@@ -86,7 +88,7 @@ class Chaos:
     def _begin(self, life: int, name: str, mutating: bool) -> str:
         self.check(life)
         number, self.calls = self.calls, self.calls + 1
-        fault = self.plan.get(number, "") or self._draw(WEIGHT_EFFECT if mutating else WEIGHT_READ)
+        fault = self.plan.get(number, "") or self._draw(_weight(name, mutating))
         if fault.startswith("kill") and self.kills >= self.kills_max:
             fault = ""
         if fault:
@@ -113,6 +115,12 @@ class Chaos:
     async def _hang(self, life: int) -> None:
         await anyio.sleep(TIMEOUT_S)
         self.check(life)
+
+
+def _weight(name: str, mutating: bool) -> float:
+    if not mutating or name == SHOWS:
+        return WEIGHT_READ
+    return WEIGHT_COMMIT if name.startswith("store.") else WEIGHT_OUTSIDE
 
 
 def swarm(generator: random.Random) -> dict[str, float]:
