@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import anyio.to_thread
 
+from chv.common.errors import InvalidArgument
 from chv.common.secret import Secret
-from chv.common.wire.stord import VolumeClass, VolumeFormat
+from chv.common.wire.stord import VolumeBackend, VolumeClass, VolumeFormat
 from chv.stord.backends import disk_files
+from chv.stord.backends.base import Backend
 from chv.stord.backends.elsewhere import refuse_smaller
 from chv.stord.keys import read_key
 from chv.stord.qsd import graph
@@ -37,6 +39,21 @@ async def enlarge_overlay(parts: Parts, row: Volume) -> None:
     node = graph.image_node(layer, KEY_ID) | {"backing": None}
     call = Call(owns=(path,), keys=keys, volume_id=volume_id, timeout_s=TIMEOUT_S)
     await parts.tools.run(["resize", "-q", json_image(node), str(row.backend.size_bytes)], call)
+
+
+async def refuse_beyond_device(backend: Backend, volume_id: str, spec: VolumeBackend) -> None:
+    """Refuse a size that the device or server does not have: no later start would bring it."""
+    if spec.class_name not in SOMEBODY_ELSES:
+        return
+    found = await backend.inspect(volume_id, spec)
+    if found.state == "open" and found.device_bytes < spec.size_bytes:
+        raise InvalidArgument(
+            f"{spec.size_bytes} bytes are more than the {found.device_bytes} of {found.location}",
+            resource=volume_id,
+            field="backend.size_bytes",
+            hint="enlarge it where it is, then try again",
+        )
+    refuse_smaller(found, spec)
 
 
 async def _refuse_beyond(parts: Parts, row: Volume) -> None:

@@ -30,7 +30,7 @@ from chv.common.wire.stord import (
 from chv.stord import limits as limit_rules
 from chv.stord.backends.base import Backend
 from chv.stord.clones import refuse_used
-from chv.stord.enlarge import enlarge_overlay
+from chv.stord.enlarge import enlarge_overlay, refuse_beyond_device
 from chv.stord.filler import Filler
 from chv.stord.filling import kind_of
 from chv.stord.graveyard import Graveyard
@@ -162,6 +162,7 @@ class Volumes:
             await self.rekeys.check(row, key_of(spec))
         larger = spec.size_bytes > row.backend.size_bytes
         if larger:
+            await refuse_beyond_device(self._backend(spec), row.volume_id, spec)
             self._filler.refuse_busy(row.volume_id)
         made = row.made_size_bytes
         if larger and not made:

@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from chv.common.errors import ChvError, Unavailable
+from chv.common.errors import ChvError, InvalidArgument, Unavailable
 from chv.common.wire import stord as wire
 from chv.stord.backends.nbd import RECONNECT_S
 from chv.stord.backends.remote import PROBE_TIMEOUT_S
@@ -118,7 +118,7 @@ async def test_an_export_on_a_private_unix_socket_is_served(scratch: Path) -> No
             await write_and_read(node, spec("nbd", nbd=place))
 
 
-async def test_layers_never_become_larger_than_the_device_below_them(
+async def test_a_size_beyond_the_device_is_refused_below_a_vm_and_without(
     node: Node, scratch: Path
 ) -> None:
     volume, vm = IDS.uid(), IDS.uid()
@@ -126,15 +126,17 @@ async def test_layers_never_become_larger_than_the_device_below_them(
         await open_class(node, volume, block(device))
         await take_snapshot(node, [volume])
         await node.attach(volume, vm)
-        await open_class(node, volume, block(device, size_bytes=2 * SIZE_BYTES), generation=2)
-        await node.detach(volume, vm, generation=2)
+        for attached in (True, False):
+            if not attached:
+                await node.detach(volume, vm)
+            with pytest.raises(InvalidArgument, match=str(SIZE_BYTES)) as refused:
+                larger = block(device, size_bytes=2 * SIZE_BYTES)
+                await open_class(node, volume, larger, generation=2)
+            assert refused.value.field == "backend.size_bytes"
 
-        await node.attach(volume, vm, generation=2)  # it goes on as it is
-
-        info = await node.get(volume)
-        assert (info.size_bytes, info.pending_size_bytes) == (SIZE_BYTES, 2 * SIZE_BYTES)
-        assert str(2 * SIZE_BYTES) in info.last_error
-        await node.detach(volume, vm, generation=2)
+            info = await node.get(volume)
+            assert (info.size_bytes, info.pending_size_bytes) == (SIZE_BYTES, 0)
+        await node.delete(volume)
 
 
 async def test_a_device_in_order_has_no_errors(node: Node, scratch: Path) -> None:

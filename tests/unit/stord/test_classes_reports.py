@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from chv.common.config import StorageConfig
@@ -21,6 +23,7 @@ from chv.common.layout import Layout
 from chv.common.process import CommandFailed
 from chv.common.process.command import Completed
 from chv.common.wire.stord import RbdPlace, VolumeBackend, VolumeClass, VolumeFormat
+from chv.stord import enlarge
 from chv.stord.backends import block, ceph, elsewhere, iscsi, lvm, lvm_tools, nbd, rbd, remote
 from chv.stord.backends.base import Inspection
 
@@ -160,3 +163,35 @@ def test_what_is_away_or_too_small_is_refused(found: Inspection, error: type[Chv
 
     with pytest.raises(error):
         elsewhere.refuse_smaller(found, spec)
+
+
+class Fixed:
+    """A device that has so many bytes."""
+
+    def __init__(self, found: Inspection) -> None:
+        self._found = found
+
+    async def inspect(self, _volume_id: str, _spec: VolumeBackend) -> Inspection:
+        return self._found
+
+
+@pytest.mark.parametrize("name", [VolumeClass.BLOCK, VolumeClass.NBD, VolumeClass.ISCSI])
+async def test_a_size_beyond_the_device_is_refused_with_what_it_has(name: VolumeClass) -> None:
+    found = Inspection(location="there", state="open", size_bytes=1024, device_bytes=1024)
+    device: Any = Fixed(found)
+    fits = VolumeBackend(class_name=name, format=VolumeFormat.RAW, size_bytes=1024)
+    await enlarge.refuse_beyond_device(device, "v", fits)
+
+    with pytest.raises(InvalidArgument, match=r"1536 bytes .* 1024 of there") as refused:
+        larger = msgspec.structs.replace(fits, size_bytes=1536)
+        await enlarge.refuse_beyond_device(device, "v", larger)
+
+    assert refused.value.field == "backend.size_bytes"
+
+
+async def test_a_size_is_not_promised_while_the_device_is_away() -> None:
+    device: Any = Fixed(inspection("broken"))
+    spec = VolumeBackend(class_name=VolumeClass.NBD, format=VolumeFormat.RAW, size_bytes=512)
+
+    with pytest.raises(Unavailable):
+        await enlarge.refuse_beyond_device(device, "v", spec)
