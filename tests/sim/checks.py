@@ -9,7 +9,7 @@ from __future__ import annotations
 from chv.agent.records import FINAL_STATES, StoredObject
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import desired_vm, facts_of, vm_of, wants_to_run
-from chv.agent.volume.source import has_failed
+from chv.agent.volume.source import has_failed, volume_of
 from chv.agent.volume.wish import backend_of, same_place
 from chv.common.wire.agent import OperationState
 from chv.common.wire.resources import Volume
@@ -125,14 +125,16 @@ def _volumes(machine: Machine, tables: Tables) -> list[str]:
 
 
 def _is_hopeless(stored: StoredObject, tables: Tables) -> bool:
-    """A clone of a snapshot that was never taken is shown as failed."""
+    """A clone of a snapshot that was never taken, or is of several, is shown as failed."""
     volume = stored.resource
     assert isinstance(volume, Volume)
     source = volume.spec.source
     if source is None or volume.status is None or volume.status.phase != "Failed":
         return False
     snapshot = tables.find("VolumeSnapshot", volume.metadata.namespace, source.snapshot)
-    return snapshot is not None and has_failed(snapshot)
+    if snapshot is None:
+        return False
+    return has_failed(snapshot) or not volume_of(snapshot, source.snapshot_volume)
 
 
 def _storage(machine: Machine, tables: Tables) -> list[str]:

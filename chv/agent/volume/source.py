@@ -62,13 +62,25 @@ def _snapshot(tables: Tables, namespace: str, source: VolumeSourceSpec) -> Sourc
         return Unready("SnapshotNotReady", f"waits for snapshot {source.snapshot}")
     volume_uid = volume_of(stored, source.snapshot_volume)
     if not volume_uid:
-        wanted = source.snapshot_volume or "one of its volumes by snapshotVolume"
-        return Unready("SnapshotNotReady", f"snapshot {source.snapshot} does not have {wanted}")
+        raise _no_such_part(stored, source)
     full = source.mode is CloneModeName.FULL
     return stord.SnapshotSource(
         volume_id=volume_uid,
         snapshot_id=stored.uid,
         mode=stord.CloneMode.FULL if full else stord.CloneMode.LINKED,
+    )
+
+
+def _no_such_part(stored: StoredObject, source: VolumeSourceSpec) -> InvalidArgument:
+    """Which volumes a snapshot is of was decided once, so that waiting does not help."""
+    parts = stored.snapshot_facts.parts if stored.snapshot_facts is not None else ()
+    names = ", ".join(part.volume for part in parts)
+    wanted = source.snapshot_volume
+    what = f"does not have volume {wanted!r}" if wanted else "has several volumes"
+    return InvalidArgument(
+        f"snapshot {source.snapshot} {what}: it is of {names}",
+        field="spec.source.snapshotVolume",
+        hint=f"delete this volume and make it with snapshotVolume as one of {names}",
     )
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -20,6 +21,7 @@ from chv.common.errors import (
     InUse,
     InvalidArgument,
     NotFound,
+    Unavailable,
 )
 from chv.common.wire import agent as api
 from chv.common.wire import stord
@@ -272,6 +274,29 @@ async def test_a_freeze_of_no_guest_fails_for_good() -> None:
 
 
 @simulated
+async def test_a_freeze_of_a_guest_without_agent_fails_at_once_and_says_what_is_missing() -> None:
+    async with open_bench() as bench:
+        await done(bench, *everything())
+        await bench.until("phase=Running")
+        silent = Unavailable("nobody answers")
+        with patch.object(bench.machine.host, "agent", side_effect=silent):
+            began = bench.machine.clock.monotonic()
+            (operation,) = await done(bench, snapshot(virtualMachine="web", freeze="5s"))
+            assert bench.machine.clock.monotonic() - began < 30
+        assert operation.state.value == "Failed"
+        assert operation.error is not None
+        assert (operation.error.code, operation.error.field) == (
+            "FAILED_PRECONDITION",
+            "spec.freeze",
+        )
+        await anyio.sleep(60)
+        status = bench.get("VolumeSnapshot", "snap").status
+        assert status.phase == "Failed"
+        assert "qemu-guest-agent" in status.conditions[0].message
+        assert on_disk(bench).snapshots == {}
+
+
+@simulated
 async def test_a_merge_that_fails_is_told_and_tried_again_at_leisure() -> None:
     async with open_slow() as bench:
         await done(bench, volume(), snapshot())
@@ -341,6 +366,20 @@ async def test_a_full_clone_needs_its_snapshot_no_longer_than_its_making() -> No
         await bench.final((await bench.delete("VolumeSnapshot", "snap")).id)
         await done(bench, {**clone, "spec": {**clone["spec"], "size": "128Mi"}})
         assert on_disk(bench, "clone").size_bytes == 128 << 20
+
+
+@simulated
+async def test_a_clone_of_one_of_several_volumes_that_is_not_named_fails_and_names_them() -> None:
+    disks = [{"name": "data", "volume": "data"}, {"name": "more", "volume": "more"}]
+    copy = volume("copy", size="1Gi", format="qcow2", source={"snapshot": "snap"})
+    async with open_bench() as bench:
+        await done(bench, *everything(disks=disks), volume("more"))
+        await bench.apply(snapshot(virtualMachine="web"), copy)
+        await bench.until("Ready", "snap", "VolumeSnapshot")
+        await anyio.sleep(120)  # the clone came before it was known what it is of
+        assert bench.get("Volume", "copy").status.phase == "Failed"
+        ready = bench.get("Volume", "copy").status.conditions[0]
+        assert "data, more" in ready.message
 
 
 @simulated
