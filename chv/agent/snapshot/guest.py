@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from chv.agent.context import Context
-from chv.agent.vm.freeze import frozen
+from chv.agent.vm.freeze import FIELD, frozen
 from chv.common.errors import FailedPrecondition
 
 
@@ -15,7 +15,9 @@ async def quiet(context: Context, vm_uid: str, freeze_s: float) -> AsyncIterator
     """Hold the guest's file systems still for at most so long."""
     if not vm_uid:
         raise FailedPrecondition(
-            "no guest runs on it that could be frozen", field="spec.freeze", hint="leave it out"
+            "no VM runs with it, so there is no guest that could be frozen",
+            field=FIELD,
+            hint="start its VM, or leave --freeze out",
         )
     async with frozen(context, vm_uid, freeze_s):
         yield

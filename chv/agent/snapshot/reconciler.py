@@ -208,7 +208,8 @@ class SnapshotReconciler(SimpleReconciler):
             stored = tables.objects.get(self._uid)
             if stored is None:
                 return
-            facts = _replace(_facts(stored), failed=error.message)
+            fix = f" ({error.hint})" if error.hint else ""
+            facts = _replace(_facts(stored), failed=f"{error.message}{fix}")
             operation = tables.operations.get(self._serving)
             await ledger.commit_held(
                 PutFacts(uid=self._uid, facts=facts),

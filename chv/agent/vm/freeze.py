@@ -31,6 +31,7 @@ from chv.vmm.driver import VmmState
 
 THAW_S_MAX = 30.0  # afterwards the VM's worker goes on with it
 THAW_AGAIN_S = 0.2
+FIELD = "spec.freeze"
 
 log = logs.get(__name__)
 
@@ -74,7 +75,11 @@ async def _freeze(context: Context, vm: VmHandle) -> None:
 async def _ready(context: Context, vm_uid: str) -> VmHandle:
     stored, row = context.stored(vm_uid), context.ledger.tables.workers.get(vm_uid)
     if stored is None or row is None or not row.booted or row.ending is not None:
-        raise FailedPrecondition("the VM does not run, so its guest cannot be frozen")
+        raise FailedPrecondition(
+            "the VM does not run, so its guest cannot be frozen",
+            field=FIELD,
+            hint="start the VM, or leave --freeze out",
+        )
     if row.recovering:
         raise FailedPrecondition("the VM is about to be reset", resource=stored.title)
     if vm_uid in context.freezing or row.frozen:
@@ -83,8 +88,20 @@ async def _ready(context: Context, vm_uid: str) -> VmHandle:
     observed = await context.world.vmm.observe(vm)
     if observed.state is not VmmState.RUNNING:
         raise FailedPrecondition(f"the VM is {observed.state}", resource=stored.title)
-    await context.world.vmm.ping_guest(vm)  # before anything is written down
+    await _find_agent(context, vm)  # before anything is written down
     return vm
+
+
+async def _find_agent(context: Context, vm: VmHandle) -> None:
+    """Refuse a guest whose agent does not answer in its time: it would not answer later either."""
+    try:
+        await context.world.vmm.ping_guest(vm)
+    except (Unavailable, DeadlineExceeded) as error:
+        raise FailedPrecondition(
+            f"no guest agent answers in the VM: {error.message}",
+            field=FIELD,
+            hint="install and start qemu-guest-agent in the guest, or leave --freeze out",
+        ) from error
 
 
 async def _mark(context: Context, vm_uid: str, *, frozen: bool) -> None:
