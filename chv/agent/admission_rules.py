@@ -112,6 +112,7 @@ def _check_volume(tables: Tables, before: StoredObject, old: Volume, new: Volume
     _refuse_changed(before, "spec.accessMode", old.spec.access_mode, new.spec.access_mode)
     if (old.spec.encryption is None) is not (new.spec.encryption is None):
         _refuse_changed(before, "spec.encryption", old.spec.encryption, new.spec.encryption)
+    _check_rotation(before, old, new)
     if parse_bytes(new.spec.size) < parse_bytes(old.spec.size):
         raise InvalidArgument(
             f"{shown(new.spec.size)} is less than {shown(old.spec.size)}",
@@ -122,6 +123,23 @@ def _check_volume(tables: Tables, before: StoredObject, old: Volume, new: Volume
     for field in MOVING:
         if getattr(old.spec, field) != getattr(new.spec, field):
             _check_move(tables, before, field.rstrip("_"))
+
+
+def _check_rotation(before: StoredObject, old: Volume, new: Volume) -> None:
+    """The key of layers below the top one changes only while nobody has the volume open."""
+    was, now, status = old.spec.encryption, new.spec.encryption, old.status
+    if was is None or now is None or was.key == now.key or status is None:
+        return
+    if now.key == status.encryption_key:  # takes back a rotation that was not done
+        return
+    holder = status.attached_to or ", ".join(status.readers)
+    if holder and status.snapshots:
+        raise FailedPrecondition(
+            f"it is attached to {holder} and has snapshots, so its key cannot be rotated now",
+            resource=before.title,
+            field="spec.encryption.key",
+            hint="stop the VM or delete the snapshots first",
+        )
 
 
 def _check_move(tables: Tables, before: StoredObject, field: str) -> None:

@@ -15,11 +15,18 @@ import anyio
 import pytest
 
 from chv.agent.engine import Engine
-from chv.common.errors import AlreadyExists, ChvError, InUse, InvalidArgument, NotFound
+from chv.common.errors import (
+    AlreadyExists,
+    ChvError,
+    FailedPrecondition,
+    InUse,
+    InvalidArgument,
+    NotFound,
+)
 from chv.common.layout import Layout
 from chv.common.wire import agent as api
 from chv.common.wire.types import Empty
-from tests.sim.bench import Bench, volume
+from tests.sim.bench import Bench, everything, manifest, volume
 from tests.sim.chaos import Chaos
 from tests.sim.world import Machine
 
@@ -158,6 +165,26 @@ async def test_the_old_key_stays_until_stord_has_left_it(tmp_path: Path) -> None
         await drop(bench, "old")
         with pytest.raises(InUse):
             await drop(bench, "new")
+
+
+async def test_a_key_is_not_rotated_below_a_vm_while_there_are_snapshots(tmp_path: Path) -> None:
+    async with open_bench(tmp_path) as bench:
+        for name in ("old", "new"):
+            await put(bench, name, SECRET)
+        others = [each for each in everything() if each["kind"] != "Volume"]
+        await bench.apply(*others, volume(encryption={"key": "old"}))
+        await bench.until("phase=Running")
+        reply = await bench.apply(manifest("VolumeSnapshot", "snap", {"volume": "data"}))
+        await bench.final(reply.results[0].operation_id)
+        await bench.until("phase=Attached", "data", "Volume")
+        with anyio.fail_after(20):
+            while not bench.get("Volume", "data").status.snapshots:
+                await anyio.sleep(0.05)
+        with pytest.raises(FailedPrecondition, match="default/web") as caught:
+            await bench.apply(volume(encryption={"key": "new"}))
+        assert caught.value.field == "spec.encryption.key"
+        assert caught.value.hint == "stop the VM or delete the snapshots first"
+        assert bench.get("Volume", "data").spec.encryption.key == "old"
 
 
 async def test_whether_it_is_encrypted_is_fixed_at_creation(tmp_path: Path) -> None:
