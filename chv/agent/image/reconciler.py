@@ -84,14 +84,13 @@ class ImageReconciler(SimpleReconciler):
     async def _unless_changed(self, stored: StoredObject, image: Image) -> ImageArtifacts:
         """Bring the artifacts; give up as soon as something else is wanted of the object."""
         made: list[ImageArtifacts] = []
+        failure: ChvError | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch, stored, group.cancel_scope)
             try:
                 made.append(await self._artifacts(image))
             except ChvError as error:  # not as part of a group
-                failure: ChvError | None = error
-            else:
-                failure = None
+                failure = error
             group.cancel_scope.cancel()
         if failure is not None:
             raise failure
