@@ -82,6 +82,7 @@ async def open_bench(machine: Machine | None = None, **limits: Any) -> AsyncIter
         await group.start(engine.run)
         yield Bench(machine, engine)
         group.cancel_scope.cancel()
+    assert not engine.bugs()
 
 
 def image(name: str = "tiny", **spec: Any) -> dict[str, Any]:
