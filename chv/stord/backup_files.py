@@ -72,6 +72,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def resolve_target(target: str, roots: Sequence[str]) -> Path:
     """Return the directory that `target` means; it lies below one of the roots."""
+    if not target.isprintable():
+        raise InvalidArgument(f"{target!r} holds control characters", field="target")
     given = Path(target)
     root = next((root for root in roots if given.is_relative_to(root)), None)
     if root is None or ".." in given.parts:

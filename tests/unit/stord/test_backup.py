@@ -15,6 +15,7 @@ from chv.common.errors import (
     ChvError,
     DataLoss,
     FailedPrecondition,
+    InvalidArgument,
     NotFound,
     PermissionDenied,
 )
@@ -58,6 +59,14 @@ def test_an_empty_list_allows_nothing(tmp_path: Path) -> None:
 def test_a_target_outside_is_refused(tmp_path: Path, target: str) -> None:
     with pytest.raises(PermissionDenied):
         backup_files.resolve_target(target.format(root=tmp_path), [str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\x1b[2J", "nul\0"])
+def test_a_target_that_would_spoil_a_log_or_a_terminal_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(InvalidArgument, match="control characters"):
+        backup_files.resolve_target(f"{tmp_path}/{name}", [str(tmp_path)])
 
 
 def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
