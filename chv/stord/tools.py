@@ -272,7 +272,9 @@ def _translated(completed: Completed, call: Call) -> ChvError:
         return _key_error(call)
     if any(sign in text for sign in _NO_SPACE):
         return ResourceExhausted(
-            f"no space for {where!r}", resource=about, hint="free space there, then again"
+            f"no space for {(_fullest(call.owns) or where)!r}",
+            resource=about,
+            hint="free space there, then again",
         )
     if "Failed to get" in text and " lock" in text:
         return InUse(f"another process has {where!r} open: {failed.message}", resource=about)
@@ -287,6 +289,17 @@ def _translated(completed: Completed, call: Call) -> ChvError:
             hint="chv volume check, repair, or restore a backup",
         )
     return failed
+
+
+def _fullest(paths: Sequence[Path]) -> str:
+    """Return which of the files lies where the least space is left; '' for none."""
+    there = [path for path in paths if path.exists()]
+    return str(min(there, key=_free_bytes)) if there else ""
+
+
+def _free_bytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def _key_error(call: Call) -> ChvError:

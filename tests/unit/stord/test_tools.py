@@ -192,6 +192,21 @@ async def test_errors_are_typed(layout: Layout, disk: Path, root: Path) -> None:
     assert owner(disk) == (0, 0o600)
 
 
+async def test_a_copy_without_space_names_the_place_that_is_full(
+    layout: Layout, root: Path, disk: Path
+) -> None:
+    source = disk.with_name("source.raw")
+    source.write_bytes(os.urandom(4 * MIB))
+    with mounted_tmpfs(root / "small", "1m"):
+        small = root / "small" / "disk.raw"
+        small.touch(mode=0o600)
+        os.truncate(small, 4 * MIB)
+        copy = ["convert", "-n", "-f", "raw", "-O", "raw", str(source), str(small)]
+        with pytest.raises(ResourceExhausted) as caught:
+            await Tools(layout).qemu_img(copy, owns=[source, small])
+        assert caught.value.message == f"no space for {str(small)!r}"
+
+
 async def test_a_disk_that_another_process_writes_is_in_use(layout: Layout, disk: Path) -> None:
     tools = Tools(layout)
     await create(tools, disk)
