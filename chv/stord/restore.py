@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from chv.common.errors import InvalidArgument, NotFound
+from chv.common.errors import InvalidArgument, NotFound, PermissionDenied
 from chv.common.wire.stord import VolumeBackend
 from chv.stord import backup_files
 from chv.stord.backup_files import Entry
@@ -50,6 +50,8 @@ class Restores:
                 field="backend.size_bytes",
                 hint=f"at least {needed}",
             )
+        for entry in entries:
+            _check_key(entry, spec)
         return directory, entries
 
     async def fill(self, control: JobControl, row: Volume) -> None:
@@ -82,6 +84,22 @@ class Restores:
 
         source = source_node(row.volume_id, list(zip(entries, files, strict=True)))
         await cancellable(control, lambda: self._parts.tools.convert(source, node, call, told))
+
+
+def _check_key(entry: Entry, spec: VolumeBackend) -> None:
+    """An encrypted backup goes to an encrypted volume of the tenant whose key it has, only.
+
+    `backup.json` names the key: it must not open to one tenant what another has encrypted.
+    """
+    if not entry.key:
+        return
+    tenant = entry.key.partition("/")[0]
+    if spec.encryption is None or spec.encryption.key.partition("/")[0] != tenant:
+        raise PermissionDenied(
+            f"backup {entry.sequence} is encrypted with a key of namespace {tenant}",
+            field="backend.encryption",
+            hint=f"restore it into a volume of {tenant} that has encryption.key",
+        )
 
 
 def source_node(volume_id: str, files: list[tuple[Entry, Path]]) -> graph.Node:

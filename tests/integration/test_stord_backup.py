@@ -307,8 +307,12 @@ async def test_the_backup_of_an_encrypted_volume_is_encrypted(node: Node, format
         assert text[:24] not in path.read_bytes()
         assert KEY not in path.read_bytes()
     node.add_key("default/new", b"another-key-of-the-new-volume-1234")
-    for key, made in (("", "qcow2"), ("default/new", "qcow2"), ("default/new", "raw")):
-        data = await restored(node, key=key, format=made)
+    node.add_key("other/new", b"another-key-of-another-tenant-1234")
+    for key in ("", "other/new"):
+        with pytest.raises(PermissionDenied, match="encrypted with a key of namespace default"):
+            await restored(node, key=key)
+    for made in FORMATS:
+        data = await restored(node, key="default/new", format=made)
         assert data[BLOCK : BLOCK + len(text)] == text
         assert data[2 * BLOCK : 2 * BLOCK + len(text)] == text
 
