@@ -273,7 +273,7 @@ def take_an_unplug_for_done() -> Iterator[None]:
             await context.world.vmm.remove_disk(vm, disk_id)
         row = context.ledger.tables.workers[vm.uid]
         left = tuple(d for d in row.config.disks if d.id != disk_id)
-        await plugging.record(context, row, left)
+        await plugging.record(context, vm.uid, left)
 
     with patch.object(plugging, "unplug", unplug):
         yield

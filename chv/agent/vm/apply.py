@@ -114,9 +114,9 @@ class Applier:
                 await port.attach_console(vm)
             case steps.BootStep():
                 await port.boot(vm)
-                await self._put_worker(_replace(self._row, booted=True, recovering=False))
+                await self._put_worker(booted=True, recovering=False)
             case steps.MarkRecoveringStep():
-                await self._put_worker(_replace(self._row, recovering=True))
+                await self._put_worker(recovering=True)
                 # While the disks are away: QEMU starts a disk that comes back where the guest
                 # left it, and under vCPUs that stand the storage daemon refuses its rings.
                 await port.reset(vm)
@@ -136,7 +136,7 @@ class Applier:
                 await plugging.unplug(self._context, vm, disk_id)
             case steps.ThawStep():
                 await port.thaw_guest(vm)
-                await self._put_worker(_replace(self._row, frozen=False))
+                await self._put_worker(frozen=False)
             case steps.CleanupStep():
                 await port.detach_console(vm)
                 await port.cleanup(vm, self._row.record)
@@ -167,8 +167,11 @@ class Applier:
             raise Conflict("the VMM was forgotten", resource=self._uid)
         return row
 
-    async def _put_worker(self, row: WorkerRow) -> None:
-        await self._context.ledger.commit(PutWorker(row=row))
+    async def _put_worker(self, **changes: object) -> None:
+        """Change the row as it is by then: others mark a freeze in it."""
+        async with self._context.ledger.writing():
+            row = _replace(self._row, **changes)
+            await self._context.ledger.commit_held(PutWorker(row=row))
 
     async def _put_facts(self, **changes: object) -> None:
         """Change facts on top of what they are by then."""
@@ -252,7 +255,7 @@ class Applier:
             record = await self._context.world.vmm.spawn(request)
         await failpoint("agent.vm.spawn_process.after")
         await failpoint("agent.vm.spawn_record.before")
-        await self._put_worker(_replace(row, record=record))
+        await self._put_worker(record=record)
         await failpoint("agent.vm.spawn_record.after")
 
     async def _intend(self) -> WorkerRow:
@@ -295,7 +298,7 @@ class Applier:
         record = self._sight.record
         if record is None:
             raise Conflict("the process to adopt is not there", resource=self._uid)
-        await self._put_worker(_replace(self._row, record=record))
+        await self._put_worker(record=record)
 
     # --- storage loss and reset
 
@@ -337,11 +340,11 @@ class Applier:
         ending = self._row.ending or Ending(kind=step.kind, reason=reason)
         if step.kind in (EndKind.STOP, EndKind.DELETE, EndKind.RESTART):
             ending = Ending(kind=step.kind, reason=reason)
-        await self._put_worker(_replace(self._row, ending=ending, record=record))
+        await self._put_worker(ending=ending, record=record)
         timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")
         ladder = Ladder(self._context.world.vmm, self._context.world.clock, self._handle, record)
         rung = await ladder.walk(timeout_s, lambda: not step.ask or self._forced)
-        await self._put_worker(_replace(self._row, ending=_replace(ending, rung=rung)))
+        await self._put_worker(ending=_replace(ending, rung=rung))
         await self._context.operations.note(self._uid, f"stopped by {rung}")
 
     @property

@@ -37,10 +37,10 @@ async def plug(
     info = served.get(step.volume_uid)
     if disk is None or info is None:
         raise Conflict("the disk is not served any more", resource=vm.uid)
-    row = _row(context, vm)
+    row = _row(context, vm.uid)
     config = disk_config(disk, info.export_path, boot_index_of(row.config, desired, disk))
     others = tuple(each for each in row.config.disks if each.id != config.id)
-    await record(context, row, (*others, config))
+    await record(context, vm.uid, (*others, config))
     await failpoint("agent.vm.add_disk_effect.before")
     await context.world.vmm.add_disk(vm, config)
 
@@ -49,18 +49,20 @@ async def unplug(context: Context, vm: VmHandle, disk_id: str) -> None:
     """Let guest and VMM let go of the disk, then strike it out."""
     await context.world.vmm.remove_disk(vm, disk_id)
     await failpoint("agent.vm.remove_disk_record.before")
-    row = _row(context, vm)
-    await record(context, row, tuple(d for d in row.config.disks if d.id != disk_id))
+    disks = _row(context, vm.uid).config.disks
+    await record(context, vm.uid, tuple(d for d in disks if d.id != disk_id))
 
 
-async def record(context: Context, row: WorkerRow, disks: tuple[DiskConfig, ...]) -> None:
-    """Store which disks may be plugged."""
-    row = _replace(row, config=_replace(row.config, disks=disks))
-    await context.ledger.commit(PutWorker(row=row))
+async def record(context: Context, vm_uid: str, disks: tuple[DiskConfig, ...]) -> None:
+    """Store which disks may be plugged, in the row as it is by then: others mark a freeze in it."""
+    async with context.ledger.writing():
+        row = _row(context, vm_uid)
+        row = _replace(row, config=_replace(row.config, disks=disks))
+        await context.ledger.commit_held(PutWorker(row=row))
 
 
-def _row(context: Context, vm: VmHandle) -> WorkerRow:
-    row = context.ledger.tables.workers.get(vm.uid)
+def _row(context: Context, vm_uid: str) -> WorkerRow:
+    row = context.ledger.tables.workers.get(vm_uid)
     if row is None:
-        raise Conflict("the VMM was forgotten", resource=vm.uid)
+        raise Conflict("the VMM was forgotten", resource=vm_uid)
     return row

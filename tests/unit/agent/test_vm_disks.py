@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import msgspec
 import pytest
 
-from chv.agent.vm import freeze
+from chv.agent.ports import VmHandle
+from chv.agent.records import PutWorker
+from chv.agent.vm import freeze, plugging
 from chv.agent.vm.clients import CLIENTS, connected_client
+from chv.agent.vm.desired import handle_of
 from chv.common.errors import Conflict, DeadlineExceeded, FailedPrecondition, Unavailable
 from chv.common.wire import agent as api
 from chv.common.wire.agent import OperationState
@@ -26,6 +31,12 @@ def live(bench: Bench, name: str = "web") -> SimProcess:
     process = bench.process(name)
     assert process is not None
     return process
+
+
+def handle(bench: Bench) -> VmHandle:
+    stored = bench.engine._context.stored(live(bench).vm_uid)
+    assert stored is not None
+    return handle_of(stored)
 
 
 async def applied(bench: Bench, *objects: dict[str, Any]) -> api.Operation:
@@ -296,3 +307,19 @@ async def test_a_client_is_named_only_where_it_is_seen_to_be_connected(
         bench.machine.host.stord.sessions[process.vm_uid].restarting_until = 0
         process.disks.clear()
         assert await connected_client(context, data) is VmmClient.NONE
+
+
+@simulated
+async def test_a_disk_that_is_struck_out_leaves_the_mark_of_a_freeze_that_began_meanwhile() -> None:
+    async with open_bench() as bench:
+        process, context = await started(bench), bench.engine._context
+        context.freezing.add(process.vm_uid)
+        async with anyio.create_task_group() as group, context.ledger.writing() as tables:
+            group.start_soon(plugging.unplug, context, handle(bench), "disk-data")
+            await until(lambda: not process.disks)
+            await anyio.lowlevel.checkpoint()
+            row = msgspec.structs.replace(tables.workers[process.vm_uid], frozen=True)
+            await context.ledger.commit_held(PutWorker(row=row))
+        row = context.ledger.tables.workers[process.vm_uid]
+        assert row.frozen
+        assert "disk-data" not in [disk.id for disk in row.config.disks]
