@@ -106,10 +106,12 @@ async def _ask_to_end(monitor: Monitor, name: str) -> None:
     """Have a job cancelled; one that came to its end before it was asked refuses that."""
     try:
         await monitor.call("job-cancel", {"id": name})
-    except ChvError:
-        job = await find(monitor, name)
-        if job is not None and job.status != CONCLUDED:
-            raise
+        return
+    except ChvError as error:
+        refusal = error
+    job = await find(monitor, name)
+    if job is not None and job.status != CONCLUDED:
+        raise refusal
 
 
 async def cancel_of(monitor: Monitor, volume_id: str) -> None:
