@@ -28,6 +28,7 @@ from chv.stord.events import Events
 from chv.stord.exports import RunDirectory
 from chv.stord.locks import KeyedLocks
 from chv.stord.plan import Desired, Observed, StopBackend, StopProxy, Wanted, plan
+from chv.stord.proxy import command
 from chv.stord.records import Attachment, Backend, BackendPhase
 from chv.stord.work import Parts, Work, work_on
 
@@ -122,6 +123,7 @@ class Keeper:
         """Tell whether a VM with these attachments gets in-flight proxies."""
         return (
             self.parts.storage.proxy == "auto"
+            and command.is_runnable()
             and vm_id not in self._unproxied
             and all(row.read_only or not self._has_metadata(row.volume_id) for row in rows)
         )

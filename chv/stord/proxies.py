@@ -109,7 +109,9 @@ class Proxies:
     def _spec(self, volume_id: str, worker_id: str, backend: Backend, fd: int) -> SpawnSpec:
         return SpawnSpec(
             worker_id=worker_id,
-            argv=command.argv(worker_id, self._run.primed(volume_id)),
+            argv=command.argv(
+                worker_id, self._run.primed(volume_id), command.install(self._layout.run)
+            ),
             uid=backend.storage_uid,
             gid=backend.storage_uid,
             groups=(backend.vm_gid,),  # to pass through the VM's directory

@@ -11,6 +11,7 @@ from chv.common.wire.types import Empty, Feature
 from chv.stord import confinement, growth
 from chv.stord.keeper import Keeper
 from chv.stord.metrics import Metrics
+from chv.stord.proxy import command
 from chv.stord.qsd import graph
 from chv.stord.space import SpaceMonitor
 from chv.stord.volumes import Volumes
@@ -64,12 +65,11 @@ class Reports:
         )
 
     def _features(self) -> list[Feature]:
-        proxied = self._parts.storage.proxy == "auto"
-        tracking = Feature(
-            name="in_flight_tracking",
-            present=proxied,
-            detail="of writable raw disks" if proxied else "switched off: storage.proxy",
-        )
+        wanted, able = self._parts.storage.proxy == "auto", command.is_runnable()
+        detail = "of writable raw disks" if wanted else "switched off: storage.proxy"
+        if wanted and not able:
+            detail = f"other users cannot run {command.interpreter()}"
+        tracking = Feature(name="in_flight_tracking", present=wanted and able, detail=detail)
         return [self.binary, tracking, self._online_growth(), confinement.feature()]
 
     def _online_growth(self) -> Feature:

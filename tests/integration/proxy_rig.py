@@ -71,7 +71,8 @@ class ProxyRig:
 
     def spawn_proxy(self, listener: socket.socket) -> subprocess.Popen[bytes]:
         fd = listener.fileno()
-        argv = [*command.argv("chv:tester:proxy:disk:1", self.live)]
+        program = command.install(self.root)
+        argv = [*command.argv("chv:tester:proxy:disk:1", self.live, program)]
         argv[argv.index(str(command.LISTENER_FD))] = str(fd)
         with self.log.open("ab") as log:
             return subprocess.Popen(argv, pass_fds=[fd], stderr=log, env={"PATH": os.defpath})

@@ -1,14 +1,11 @@
-"""`python -I -S -E chv/stord/proxy/__main__.py WORKER_ID LISTENER_FD BACKEND_PATH`.
+"""`python -I -S -E PROGRAM WORKER_ID LISTENER_FD BACKEND_PATH`: see `command` for PROGRAM.
 
-Run by path, so that neither site-packages nor an import search costs memory or start time. The
-id is there to be found by; the listening socket is inherited. Fails with exit code 2 and a line.
+Neither site-packages nor an import search costs memory or start time. The id is there to be found
+by; the listening socket is inherited. Fails with exit code 2 and a line.
 """
 
 import socket
 import sys
-
-if not __package__:  # started by path: make the package importable, whatever the directory
-    sys.path.insert(0, __file__.rpartition("/chv/stord/proxy/")[0])
 
 from chv.stord.proxy.relay import Proxy
 
