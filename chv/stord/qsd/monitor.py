@@ -260,6 +260,8 @@ def translate(command: str, text: str) -> ChvError:
             f"the storage uid may not open a file: {message}",
             hint="images must be readable by everyone",
         )
+    if "accurate CPU usage" in text:  # the timing of a key derivation; nothing was written
+        return Unavailable(message)
     if "duplicate property" in text:
         return AlreadyExists(message)
     if "No such file or directory" in text or text.endswith(" not found"):

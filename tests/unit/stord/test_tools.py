@@ -16,6 +16,7 @@ import anyio.lowlevel
 import pytest
 
 from chv.common.errors import (
+    ChvError,
     DataLoss,
     FailedPrecondition,
     Internal,
@@ -25,7 +26,9 @@ from chv.common.errors import (
     ResourceExhausted,
 )
 from chv.common.layout import Layout
+from chv.common.process import Completed
 from chv.stord import acl
+from chv.stord import tools as module
 from chv.stord.keys import Key
 from chv.stord.tools import Call, Tools, check_reachable, json_image
 from tests.integration.stord_helpers import mounted_tmpfs, short_root
@@ -285,3 +288,23 @@ def test_a_directory_that_keeps_others_out_is_named(root: Path) -> None:
     assert refused.value.hint == f"chmod o+x {closed}"
     closed.chmod(0o711)
     assert check_reachable(closed / "file") == closed / "file"
+
+
+@pytest.mark.parametrize(("bad", "works"), [(4, True), (5, False)])
+async def test_a_key_derivation_that_could_not_be_timed_is_tried_again(
+    layout: Layout, disk: Path, monkeypatch: pytest.MonkeyPatch, bad: int, works: bool
+) -> None:
+    answers = [Completed(1, b"", b"qemu-img: x: Unable to get accurate CPU usage\n")] * bad
+    answers.append(Completed(0, b"", b""))
+    asked = iter(answers)
+
+    async def run(*_arguments: object, **_options: object) -> Completed:
+        return next(asked)
+
+    monkeypatch.setattr(module, "run", run)
+    if works:
+        await create(Tools(layout), disk)
+        assert next(asked, None) is None
+        return
+    with pytest.raises(ChvError, match="accurate CPU usage"):
+        await create(Tools(layout), disk)
