@@ -7,16 +7,16 @@ deleted. A full clone is filled by a job, from the same layers, which it needs u
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import anyio
 import anyio.to_thread
 
-from chv.common.errors import ChvError, FailedPrecondition, InUse, NotFound
+from chv.common.errors import FailedPrecondition, InUse, NotFound
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import SnapshotSource
 from chv.stord import layers
+from chv.stord.cancelling import cancellable
 from chv.stord.disks import Disks, local_paths
 from chv.stord.jobs import JobControl
 from chv.stord.overlays import read_keys
@@ -24,8 +24,6 @@ from chv.stord.qsd import graph
 from chv.stord.records import Records, Volume, VolumeState
 from chv.stord.tools import Call
 from chv.stord.work import Parts
-
-PERCENT = 100
 
 
 def users_of(records: Records, volume_id: str, snapshot_id: str = "") -> list[str]:
@@ -107,34 +105,6 @@ class Copies:
             volume_id=row.volume_id,
         )
         node = graph.image_node(target, graph.secret_id(row.volume_id, target.key))
-        total = row.backend.size_bytes
-
-        def told(percent: float) -> None:
-            control.done_bytes = int(total * percent / PERCENT)
-
-        copying = partial(self._parts.tools.convert, graph.chain(disk), node, call, told)
-        await unless_cancelled(control, copying)
+        copying = partial(self._parts.tools.convert, graph.chain(disk), node, call, control.percent)
+        await cancellable(control, copying)
         await failpoint("stord.copy.after_fill")
-
-
-async def unless_cancelled(control: JobControl, work: Callable[[], Awaitable[object]]) -> None:
-    """Do the work, and stop it and raise `Cancelled` where somebody wants the job to end."""
-    failures, done = list[ChvError](), list[bool]()
-    async with anyio.create_task_group() as group:
-
-        async def until_cancelled() -> None:
-            await control.cancelling.wait()
-            group.cancel_scope.cancel()
-
-        group.start_soon(until_cancelled)
-        try:
-            await work()
-        except ChvError as error:  # raised below, outside the group
-            failures.append(error)
-        else:
-            done.append(True)
-        group.cancel_scope.cancel()
-    if failures:
-        raise failures[0]
-    if not done:
-        control.refuse_cancelled()

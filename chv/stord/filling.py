@@ -17,6 +17,7 @@ import msgspec
 from chv.common.errors import Unsupported
 from chv.common.secret import Secret
 from chv.common.wire.stord import CloneMode, VolumeBackend, VolumeFormat
+from chv.stord.cancelling import cancellable
 from chv.stord.jobs import JobControl
 from chv.stord.keys import read_key
 from chv.stord.qsd import graph
@@ -24,7 +25,6 @@ from chv.stord.records import Volume
 from chv.stord.tools import Call
 from chv.stord.work import Parts
 
-PERCENT = 100
 KEY_ID = "k"
 Fill = Callable[[JobControl, Volume], Awaitable[None]]
 Check = Callable[[VolumeBackend], object]
@@ -117,21 +117,6 @@ class Fills:
         self, control: JobControl, source: graph.LayerNode, target: graph.LayerNode, call: Call
     ) -> None:
         """Convert one layer into an empty one until it is done or somebody wants it to end."""
-        total_bytes = self._parts.records.volumes[control.volume_id].backend.size_bytes
-        control.total_bytes = total_bytes
-
-        def told(percent: float) -> None:
-            control.done_bytes = int(total_bytes * percent / PERCENT)
-
-        async with anyio.create_task_group() as work:
-
-            async def until_cancelled() -> None:
-                await control.cancelling.wait()
-                work.cancel_scope.cancel()
-
-            work.start_soon(until_cancelled)
-            await self._parts.tools.convert(
-                graph.image_node(source, KEY_ID), graph.image_node(target, KEY_ID), call, told
-            )
-            work.cancel_scope.cancel()
-        control.refuse_cancelled()
+        control.total_bytes = self._parts.records.volumes[control.volume_id].backend.size_bytes
+        nodes = graph.image_node(source, KEY_ID), graph.image_node(target, KEY_ID)
+        await cancellable(control, lambda: self._parts.tools.convert(*nodes, call, control.percent))

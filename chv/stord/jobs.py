@@ -37,6 +37,7 @@ log = logs.get(__name__)
 FINAL_JOBS_MAX = 20  # kept per volume
 MESSAGE_CHARACTERS_MAX = 256
 END_TIMEOUT_S = 10.0
+PERCENT = 100
 T = TypeVar("T")
 
 
@@ -68,6 +69,10 @@ class JobControl:
         if message:
             self.message = message[:MESSAGE_CHARACTERS_MAX]
         await anyio.lowlevel.checkpoint()
+
+    def percent(self, percent: float) -> None:
+        """Say how far it is in percent of `total_bytes`, as qemu-img tells it."""
+        self.done_bytes = int(self.total_bytes * percent / PERCENT)
 
     def refuse_cancelled(self) -> None:
         """Raise `Cancelled` where somebody wants the job to end."""

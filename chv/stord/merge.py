@@ -226,12 +226,7 @@ class Merges:
         await make_room(self._parts, row)
         disk = await anyio.to_thread.run_sync(self._lower_part, row)
         pair = disk.own[-2:]
-        total = row.backend.size_bytes
-
-        def told(percent: float) -> None:
-            control.done_bytes, control.total_bytes = int(total * percent / 100), total
-
-        await control.progress(0, total, "qemu-img merges the layers")
+        await control.progress(0, row.backend.size_bytes, "qemu-img merges the layers")
         call = Call(
             owns=tuple(local_paths(pair)),
             reads=tuple(local_paths((*disk.below, *disk.own[:-2]))),
@@ -241,7 +236,7 @@ class Merges:
         with disk_files.exclusively(self._parts.disks.lock_path(row.volume_id)):
             await failpoint("stord.merge.before_qemu_img")
             await self._parts.tools.run(
-                ["commit", "-p", "-d", json_image(graph.chain(disk))], call, told
+                ["commit", "-p", "-d", json_image(graph.chain(disk))], call, control.percent
             )
             await failpoint("stord.merge.after_qemu_img")
 

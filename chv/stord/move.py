@@ -46,7 +46,6 @@ log = logs.get(__name__)
 JOB_WORD = "move"
 PIVOT_TIMEOUT_S = 10.0
 CLEAN_TIMEOUT_S = 30.0
-PERCENT = 100
 NO_SPEC: dict[str, None] = {"source": None, "snapshot": None, "backup": None}
 
 
@@ -198,14 +197,11 @@ class Moves:
             volume_id=row.volume_id,
         )
         control.total_bytes = row.made_size_bytes or row.backend.size_bytes
-
-        def told(percent: float) -> None:
-            control.done_bytes = int(control.total_bytes * percent / PERCENT)
-
+        copying = partial(
+            self._parts.tools.convert, graph.chain(disk), target, call, control.percent
+        )
         with disk_files.exclusively(self._disks.lock_path(row.volume_id)):
-            await cancellable(
-                control, lambda: self._parts.tools.convert(graph.chain(disk), target, call, told)
-            )
+            await cancellable(control, copying)
         await failpoint("stord.move.after_copy")
 
     # --- attached

@@ -23,8 +23,6 @@ from chv.stord.records import Volume
 from chv.stord.tools import Call, check_reachable
 from chv.stord.work import Parts
 
-PERCENT = 100
-
 
 class Restores:
     """Fills volumes from backups."""
@@ -78,12 +76,9 @@ class Restores:
         node = graph.image_node(target, graph.secret_id(row.volume_id, target.key))
         if target.format == "qcow2":
             node["backing"] = None
-
-        def told(percent: float) -> None:
-            control.done_bytes = int(control.total_bytes * percent / PERCENT)
-
         source = source_node(row.volume_id, list(zip(entries, files, strict=True)))
-        await cancellable(control, lambda: self._parts.tools.convert(source, node, call, told))
+        copying = partial(self._parts.tools.convert, source, node, call, control.percent)
+        await cancellable(control, copying)
 
 
 def _check_key(entry: Entry, spec: VolumeBackend) -> None:

@@ -32,6 +32,7 @@ from chv.common.process import (
     terminate,
     wait_gone,
 )
+from chv.common.racing import unless
 from chv.common.wire.stord import AccessMode
 from chv.stord import allow, confinement, luks
 from chv.stord.disks import Disks
@@ -167,23 +168,12 @@ class Work:
 
     async def _connect(self) -> Monitor:
         """Connect, or find out early that the storage daemon has ended."""
-        backend, monitors, failures = self._backend, list[Monitor](), list[ChvError]()
+        backend = self._backend
         connection = open_monitor(self.run.monitor(backend.incarnation), backend.storage_uid)
-        async with anyio.create_task_group() as race:
-
-            async def until_gone(worker: WorkerRecord) -> None:
-                await wait_gone(worker)
-                race.cancel_scope.cancel()
-
-            if backend.worker is not None:
-                race.start_soon(until_gone, backend.worker)
-            try:
-                monitors.append(await self._stack.enter_async_context(connection))
-            except ChvError as error:  # raised below, outside the group
-                failures.append(error)
-            race.cancel_scope.cancel()
-        if failures:
-            raise failures[0]
+        connecting = partial(self._stack.enter_async_context, connection)
+        if backend.worker is None:
+            return await connecting()
+        monitors = await unless(partial(wait_gone, backend.worker), connecting)
         if not monitors:
             raise Unavailable(
                 f"the storage daemon has ended: {self._last_words()}", resource=self._vm_id

@@ -548,6 +548,26 @@ async def test_a_copy_that_failed_says_why_and_is_begun_anew_by_the_next_call() 
         assert (await node.get(volume)).last_error == ""
 
 
+async def test_a_copy_of_a_damaged_image_says_what_the_tool_says(node: Node) -> None:
+    volume = IDS.uid()
+    source = qcow2_of(node, os.urandom(MIB))
+    with Path(source.path).open("r+b") as file:
+        file.seek(0x30000)  # the first table of tables, where qemu-img puts it
+        file.write(b"\x7f" * 64)
+
+    await node.ensure(volume, source=source)
+    await wait_until(lambda: has_failed(node, volume))
+    failed = await node.get(volume)
+
+    assert failed.state == "creating"
+    assert "inside stord" not in failed.last_error
+    assert "disk.raw" in failed.last_error or source.path in failed.last_error
+    with pytest.raises(FailedPrecondition):
+        await node.attach(volume, IDS.uid())
+    await node.delete(volume)
+    assert node.volume_names() == []
+
+
 async def has_failed(node: Node, volume: str) -> bool:
     return bool((await node.get(volume)).last_error)
 

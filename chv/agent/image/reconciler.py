@@ -6,7 +6,8 @@ it), so that a volume's backing file stays what it was.
 
 from __future__ import annotations
 
-import anyio
+from functools import partial
+
 import msgspec
 
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
@@ -17,8 +18,9 @@ from chv.agent.ports import ArtifactInfo, ImageArtifacts
 from chv.agent.records import StoredObject
 from chv.agent.references import referrers
 from chv.agent.simple import SimpleReconciler
-from chv.common.errors import ChvError, Conflict, FailedPrecondition
+from chv.common.errors import Conflict, FailedPrecondition
 from chv.common.failpoint import failpoint
+from chv.common.racing import unless
 from chv.common.wire.resources import (
     ArtifactStatus,
     Condition,
@@ -83,29 +85,18 @@ class ImageReconciler(SimpleReconciler):
 
     async def _unless_changed(self, stored: StoredObject, image: Image) -> ImageArtifacts:
         """Bring the artifacts; give up as soon as something else is wanted of the object."""
-        made: list[ImageArtifacts] = []
-        failure: ChvError | None = None
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._watch, stored, group.cancel_scope)
-            try:
-                made.append(await self._artifacts(image))
-            except ChvError as error:  # not as part of a group
-                failure = error
-            group.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        made = await unless(partial(self._changed, stored), partial(self._artifacts, image))
         if not made:
             raise Conflict("something else is wanted by now")
         return made[0]
 
-    async def _watch(self, stored: StoredObject, scope: anyio.CancelScope) -> None:
-        """Cancel the import when the object is deleted or its spec changes."""
+    async def _changed(self, stored: StoredObject) -> None:
+        """Return when the object is deleted or its spec changes."""
         wanted = stored.resource.metadata.generation
         while True:
             changed = self._context.ledger.objects.event(self._uid)
             now = self._context.stored(self._uid)
             if now is None or now.deleting or now.resource.metadata.generation != wanted:
-                scope.cancel()
                 return
             await changed.wait()
 
