@@ -22,13 +22,12 @@ from chv.common.errors import FailedPrecondition, InvalidArgument, OwnershipConf
 from chv.common.failpoint import failpoint
 from chv.common.files import fsync, sha256_file, sync_directory
 from chv.common.wire.stord import NbdPlace
-from chv.stord import allow, backup_files, luks
+from chv.stord import allow, backup_files, overlays
 from chv.stord.backup_files import Entry, Manifest
 from chv.stord.offline import Keys
-from chv.stord.overlays import read_keys
 from chv.stord.qsd import graph
 from chv.stord.records import Volume
-from chv.stord.tools import Call, check_reachable
+from chv.stord.tools import check_reachable
 from chv.stord.work import Parts
 
 NBD_SCHEME = "nbd"
@@ -257,19 +256,8 @@ class NbdTarget:
 
 async def make_empty(parts: Parts, path: Path, row: Volume, size_bytes: int) -> None:
     """Make an empty qcow2 file in place of whatever there is, encrypted if the volume is."""
-    await anyio.to_thread.run_sync(_reserve, path)
-    argv = ["create", "-q", "-f", "qcow2"]
-    secrets = await read_keys(parts.layout, row.volume_id, [row.key] if row.key else [])
-    for secret in secrets:
-        argv += ["-o", luks.create_options("qcow2", secret)]
-    call = Call(owns=(path,), keys=secrets, volume_id=row.volume_id, timeout_s=CREATE_TIMEOUT_S)
-    await parts.tools.run([*argv, str(path), str(size_bytes)], call)
-
-
-def _reserve(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(path, flags, FILE_MODE))
+    empty = overlays.Empty(path=path, size_bytes=size_bytes, timeout_s=CREATE_TIMEOUT_S)
+    await overlays.make_empty(parts.tools, parts.layout, row, empty)
 
 
 def file_node(path: Path, row: Volume) -> graph.Node:

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import anyio.to_thread
+import msgspec
 
 from chv.common.failpoint import failpoint
 from chv.common.files import sync_directory
@@ -47,13 +48,8 @@ class Overlays:
         """Make an overlay whole or not at all; it belongs to root."""
         path = self.path(row.volume_id, number)
         new = path.with_name(path.name + NEW)
-        await anyio.to_thread.run_sync(_touch, new)
-        argv = ["create", "-q", "-f", "qcow2"]
-        keys = await read_keys(self._layout, row.volume_id, [row.key] if row.key else [])
-        for secret in keys:
-            argv += ["-o", luks.create_options("qcow2", secret)]
-        call = Call(owns=(new,), keys=keys, volume_id=row.volume_id, timeout_s=CREATE_TIMEOUT_S)
-        await self._tools.run([*argv, str(new), str(size_bytes)], call)
+        empty = Empty(path=new, size_bytes=size_bytes, timeout_s=CREATE_TIMEOUT_S)
+        await make_empty(self._tools, self._layout, row, empty)
         await failpoint("stord.overlay.after_create")
         await anyio.to_thread.run_sync(_give_name, new, path)
         return path
@@ -92,6 +88,26 @@ async def read_keys(layout: Layout, volume_id: str, names: Collection[str]) -> d
         graph.secret_id(volume_id, name): await anyio.to_thread.run_sync(read_key, layout, name)
         for name in sorted(names)
     }
+
+
+class Empty(msgspec.Struct, frozen=True, kw_only=True):
+    """A qcow2 file without content that is to be made."""
+
+    path: Path
+    size_bytes: int
+    timeout_s: float
+
+
+async def make_empty(tools: Tools, layout: Layout, row: Volume, empty: Empty) -> None:
+    """Make the file in place of whatever there is, encrypted if the volume is."""
+    await anyio.to_thread.run_sync(_touch, empty.path)
+    argv = ["create", "-q", "-f", "qcow2"]
+    keys = await read_keys(layout, row.volume_id, [row.key] if row.key else [])
+    for secret in keys:
+        argv += ["-o", luks.create_options("qcow2", secret)]
+    owns = (empty.path,)
+    call = Call(owns=owns, keys=keys, volume_id=row.volume_id, timeout_s=empty.timeout_s)
+    await tools.run([*argv, str(empty.path), str(empty.size_bytes)], call)
 
 
 def _touch(path: Path) -> None:
