@@ -24,7 +24,6 @@ from chv.common.wire.resources import (
     Struct,
     Volume,
     VolumeAccessMode,
-    VolumeClassName,
     VolumeLimits,
     VolumeSpec,
 )
@@ -42,7 +41,7 @@ def backend_of(volume: Volume, source: Source | None) -> stord.VolumeBackend:
     """Return the volume as stord is to make it; `source` is what its source resolves to."""
     spec = volume.spec
     return stord.VolumeBackend(
-        class_name=stord.VolumeClass(spec.class_.value),
+        class_name=spec.class_,
         format=stord.VolumeFormat(spec.format.value),
         size_bytes=parse_bytes(spec.size, field="spec.size"),
         pool=spec.pool,
@@ -120,7 +119,7 @@ def moved_back(spec: VolumeSpec, there: stord.VolumeBackend) -> VolumeSpec:
     """Return the spec with the place where the volume is."""
     return _replace(
         spec,
-        class_=VolumeClassName(there.class_name.value),
+        class_=there.class_name,
         format=ImageFormat(there.format.value),
         pool=there.pool,
         block=_spec_place(there.block, BlockSpec),

@@ -24,6 +24,7 @@ from chv.common.wire.resource_base import (
     Struct,
     always,
 )
+from chv.common.wire.storage import VolumeClass
 from chv.common.wire.types import (
     API_VERSION,
     Ipv4,
@@ -50,7 +51,6 @@ from chv.common.wire.volume_resources import (
     SpacePolicyName,
     Volume,
     VolumeAccessMode,
-    VolumeClassName,
     VolumeLimits,
     VolumeSnapshot,
     VolumeSnapshotPart,
@@ -116,7 +116,7 @@ __all__ = [
     "VmmStatus",
     "Volume",
     "VolumeAccessMode",
-    "VolumeClassName",
+    "VolumeClass",
     "VolumeLimits",
     "VolumeSnapshot",
     "VolumeSnapshotPart",

@@ -22,7 +22,6 @@ from chv.common.wire.types import (
     Uid,
 )
 
-Iops = Annotated[int, Meta(ge=0, le=10**9)]
 BytesPerSecond = Annotated[int, Meta(ge=0, le=2**50)]
 KeyName = Annotated[str, Meta(max_length=127, pattern=r"^[a-z0-9-]{1,63}/[a-z0-9-]{1,63}\Z")]
 # Names that reach LVM, iSCSI, RBD and NBD; none of them can begin an option or hold a separator.
@@ -34,6 +33,7 @@ StorageNameOrEmpty = Annotated[
 ]
 # A host name or an address; IPv6 without brackets.
 Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*\Z")]
+HostOrEmpty = Annotated[str, Meta(max_length=253, pattern=r"^([A-Za-z0-9][A-Za-z0-9.:-]*)?\Z")]
 IscsiName = Annotated[
     str, Meta(max_length=223, pattern=r"^((iqn|eui|naa)\.[A-Za-z0-9.:_-]{1,219})?\Z")
 ]
@@ -96,7 +96,7 @@ class LvmPlace(Message, frozen=True, kw_only=True):
 class NbdPlace(Message, frozen=True, kw_only=True):
     """Class `nbd`: an export of a server, by TCP or, where `socket` is given, a Unix socket."""
 
-    host: Annotated[str, Meta(max_length=253, pattern=r"^([A-Za-z0-9][A-Za-z0-9.:-]*)?\Z")] = ""
+    host: HostOrEmpty = ""
     port: Port = 10809
     socket: PathText = ""
     export: Annotated[str, Meta(max_length=255, pattern=r"^[\x20-\x7e]*\Z")] = ""

@@ -16,18 +16,8 @@ from chv.common.wire.resource_base import (
     Struct,
     always,
 )
+from chv.common.wire.storage import HostOrEmpty, IscsiName, StorageNameOrEmpty, VolumeClass
 from chv.common.wire.types import API_VERSION, Name, PathText, Port
-
-
-class VolumeClassName(StrEnum):
-    """Where the bytes of a volume are."""
-
-    FILE = "file"
-    BLOCK = "block"
-    LVM = "lvm"
-    NBD = "nbd"
-    ISCSI = "iscsi"
-    RBD = "rbd"
 
 
 class VolumeAccessMode(StrEnum):
@@ -55,13 +45,6 @@ class CloneModeName(StrEnum):
     FULL = "Full"
 
 
-StorageText = Annotated[str, Meta(max_length=127, pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.+-]*)?\Z")]
-HostText = Annotated[str, Meta(max_length=253, pattern=r"^([A-Za-z0-9][A-Za-z0-9.:-]*)?\Z")]
-IscsiText = Annotated[
-    str, Meta(max_length=223, pattern=r"^((iqn|eui|naa)\.[A-Za-z0-9.:_-]{1,219})?\Z")
-]
-
-
 class VolumeSourceSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What the volume starts as; exactly one of the three.
 
@@ -87,14 +70,14 @@ class BlockSpec(Struct, kw_only=True, frozen=True):
 class LvmSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Class `lvm`: a logical volume in an allowed group, thin where a pool is named."""
 
-    volume_group: StorageText
-    thin_pool: StorageText = ""
+    volume_group: StorageNameOrEmpty
+    thin_pool: StorageNameOrEmpty = ""
 
 
 class NbdSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Class `nbd`: an export of an allowed server; by TCP, or by a Unix socket."""
 
-    host: HostText = ""
+    host: HostOrEmpty = ""
     port: Port = 10809
     socket: PathText = ""
     export: Annotated[str, Meta(max_length=255, pattern=r"^[\x20-\x7e]*\Z")] = ""
@@ -103,18 +86,18 @@ class NbdSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
 class IscsiSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Class `iscsi`: a LUN of an allowed target."""
 
-    host: HostText
+    host: HostOrEmpty
     port: Port = 3260
-    target: IscsiText
+    target: IscsiName
     lun: Annotated[int, Meta(ge=0, le=16383)] = 0
-    initiator: IscsiText = ""
+    initiator: IscsiName = ""
 
 
 class RbdSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Class `rbd`: an image in an allowed pool."""
 
-    pool: StorageText
-    user: StorageText = ""
+    pool: StorageNameOrEmpty
+    user: StorageNameOrEmpty = ""
     conf: PathText = "/etc/ceph/ceph.conf"
 
 
@@ -161,8 +144,8 @@ class VolumeSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     `source`, `accessMode` and whether it is encrypted are fixed at creation.
     """
 
-    class_: Annotated[VolumeClassName, Meta(description="storage class")] = msgspec.field(
-        name="class", default=VolumeClassName.FILE
+    class_: Annotated[VolumeClass, Meta(description="storage class")] = msgspec.field(
+        name="class", default=VolumeClass.FILE
     )
     format: ImageFormat = ImageFormat.QCOW2
     size: Quantity

@@ -9,12 +9,12 @@ from chv.common.errors import InvalidArgument
 from chv.common.names import check_name, shown
 from chv.common.quantity import parse_bytes, parse_duration_s
 from chv.common.wire.resource_base import ImageFormat
+from chv.common.wire.storage import VolumeClass
 from chv.common.wire.volume_resources import (
     BandwidthLimit,
     CloneModeName,
     IopsLimit,
     VolumeAccessMode,
-    VolumeClassName,
     VolumeLimits,
     VolumeSnapshotSpec,
     VolumeSourceSpec,
@@ -29,7 +29,7 @@ IOPS_SIZE_BYTES_MAX = 1 << 30
 FREEZE_S_MIN, FREEZE_S_MAX = 1.0, 60.0
 PLACES = ("block", "lvm", "nbd", "iscsi", "rbd")
 # What is there already is used as it is: we neither make nor wipe it.
-FOUND = (VolumeClassName.BLOCK, VolumeClassName.NBD, VolumeClassName.ISCSI)
+FOUND = (VolumeClass.BLOCK, VolumeClass.NBD, VolumeClass.ISCSI)
 
 
 def check_volume(spec: VolumeSpec) -> None:
@@ -79,7 +79,7 @@ def _check_place(spec: VolumeSpec) -> None:
             raise InvalidArgument(
                 f"class {wanted} needs to know where", field=f"spec.{name}", hint=_EXAMPLES[name]
             )
-    if spec.pool and spec.class_ is not VolumeClassName.FILE:
+    if spec.pool and spec.class_ is not VolumeClass.FILE:
         raise InvalidArgument(
             f"{shown(spec.pool)} is for volumes of class file",
             field="spec.pool",
@@ -123,7 +123,7 @@ def _check_names(spec: VolumeSpec) -> None:
 
 
 def _check_format(spec: VolumeSpec) -> None:
-    if spec.class_ is not VolumeClassName.FILE and spec.format is not ImageFormat.RAW:
+    if spec.class_ is not VolumeClass.FILE and spec.format is not ImageFormat.RAW:
         raise InvalidArgument(
             f"class {spec.class_.value} has no format of its own",
             field="spec.format",
@@ -154,7 +154,7 @@ def _check_source(spec: VolumeSpec, source: VolumeSourceSpec) -> None:
             hint="leave it out, or take class file, lvm or rbd",
         )
     linked = kind == "snapshot" and source.mode is CloneModeName.LINKED
-    if linked and (spec.class_ is not VolumeClassName.FILE or spec.format is ImageFormat.RAW):
+    if linked and (spec.class_ is not VolumeClass.FILE or spec.format is ImageFormat.RAW):
         raise InvalidArgument(
             "a linked clone is an overlay, a qcow2 file",
             field="spec.source.mode",
