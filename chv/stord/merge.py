@@ -42,6 +42,7 @@ from chv.stord.locks import KeyedLocks
 from chv.stord.merge_online import WORD, OnlineMerge, give_up, make_room, sync
 from chv.stord.overlays import Overlays, read_keys
 from chv.stord.qsd import block_jobs, graph
+from chv.stord.qsd.hold import release
 from chv.stord.records import BackendPhase, ChangeKind, Volume, VolumeState
 from chv.stord.tools import Call, json_image
 
@@ -260,6 +261,7 @@ class Merges:
             ):
                 if monitor is not None:
                     await block_jobs.cancel(monitor, block_jobs.job_name(WORD, volume_id))
+                    await release(monitor, volume_id)
                     await close_node(monitor, volume_id, number)
         await self._overlays.remove(volume_id, number)
         await failpoint("stord.merge.after_remove")

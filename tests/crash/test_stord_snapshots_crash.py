@@ -53,6 +53,7 @@ ONLINE = (
     "stord.merge.after_commit",
     "stord.merge.after_complete",
     "stord.merge.after_finalize",
+    "stord.merge.after_hold",
     "stord.merge.after_intent",
     "stord.merge.after_pivot",
     "stord.merge.after_record",

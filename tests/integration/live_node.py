@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import pytest
 
 from chv.common.process import scan
 from chv.host import devnode
+from tests.leftovers import scratch
 
 ROOT = Path(__file__).parents[2]
 HELLO = ROOT / "examples" / "hello.yaml"
@@ -147,7 +147,7 @@ def wait_for(probe: Callable[[], Any], timeout_s: float, what: str) -> Any:
 @contextlib.contextmanager
 def live_node(**environment: str) -> Iterator[LiveNode]:
     """A running node; afterwards it is purged and nothing of its instance may be left."""
-    node = LiveNode(Path(tempfile.mkdtemp(prefix="chv-test-")), environment)
+    node = LiveNode(scratch(), environment)
     before = Machine.look()
     try:
         node.up()

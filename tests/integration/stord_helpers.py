@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from chv.common.rpc import Client, connect
 from chv.common.wire import stord as wire
 from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
 from chv.stord import growth
+from tests.leftovers import scratch
 
 IDS = Ids()
 MIB = 1 << 20
@@ -309,7 +309,7 @@ def mounted_tmpfs(directory: Path, size: str) -> Iterator[None]:
 @contextmanager
 def short_root() -> Iterator[Path]:
     """A directory with a short path: socket paths have 107 bytes."""
-    root = Path(tempfile.mkdtemp(prefix="chv-test-", dir="/run"))
+    root = scratch("/run")
     root.chmod(0o711)
     try:
         yield root

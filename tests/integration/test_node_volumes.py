@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.integration.live_node import ROOT, LiveNode, live_node, need, wait_for
+from tests.leftovers import scratch
 
 pytestmark = [pytest.mark.root, need("qemu-system-x86_64", "qemu-img")]
 
@@ -47,7 +48,14 @@ spec:
 @pytest.fixture(scope="module")
 def node() -> Iterator[LiveNode]:
     """A node whose configuration names a pool and a place for backups."""
-    places = Path(tempfile.mkdtemp(prefix="chv-places-"))
+    places = scratch()
+    try:
+        yield from _node_with(places)
+    finally:
+        subprocess.run(["rm", "-r", str(places)], check=True)
+
+
+def _node_with(places: Path) -> Iterator[LiveNode]:
     places.chmod(0o711)
     for name in ("pool", "backups"):
         (places / name).mkdir(mode=0o711)
@@ -64,7 +72,6 @@ def node() -> Iterator[LiveNode]:
         for kind in ("VirtualMachine", "VolumeSnapshot"):
             for item in listed(running, kind):
                 running.cli("delete", kind, item["metadata"]["name"])
-    subprocess.run(["rm", "-r", str(places)], check=True)
 
 
 def listed(node: LiveNode, kind: str) -> list[dict[str, Any]]:

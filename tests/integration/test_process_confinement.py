@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from chv.common.errors import InvalidArgument, NotFound
 from chv.common.process import Access, PathAccess, landlock, landlock_abi, run
 from chv.common.process.spec import Program, check
+from tests.leftovers import scratch
 
 pytestmark = [
     pytest.mark.root,
@@ -43,7 +43,7 @@ async def shell(text: str, *rules: PathAccess, empty_netns: bool = False) -> tup
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A directory that the user may do everything in."""
-    root = Path(tempfile.mkdtemp(prefix="chv-test-"))
+    root = scratch()
     root.chmod(0o711)
     for name in ("allowed", "other"):
         directory = root / name

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -32,6 +31,7 @@ from chv.stord.confinement import Touched, storage_daemon_rules, tool_rules
 from chv.stord.qsd import graph
 from chv.stord.qsd.monitor import Monitor, open_monitor
 from tests.integration.stord_helpers import Node, meta, needs_qsd, open_node
+from tests.leftovers import scratch
 
 pytestmark = [
     pytest.mark.root,
@@ -73,7 +73,7 @@ class Place:
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    root = Path(tempfile.mkdtemp(prefix="chv-test-"))
+    root = scratch()
     yield Place(root)
     shutil.rmtree(root)
 

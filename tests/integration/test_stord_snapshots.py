@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -667,35 +668,80 @@ async def test_jobs_are_listed_and_an_unknown_one_is_not_found() -> None:
 async def test_a_merge_comes_to_its_end_under_a_guest_that_never_pauses(format: str) -> None:
     """32 requests are always in flight; none fails, none is lost, none waits for long."""
     async with open_node() as node:
-        volume_id, vm_id = IDS.uid(), IDS.uid()
+        volume_id = IDS.uid()
         await node.open(volume_id, format=format, size_bytes=256 * MIB)
-        path = Path((await node.attach(volume_id, vm_id)).export_path)
-        stop, writers = threading.Event(), list[StampedWriter]()
-
-        def guest() -> None:
-            with DeepDisk(path, 32) as disk:
-                writers.append(StampedWriter(disk, blocks=6_000))
-                writers[0].run(stop.is_set)
-                writers[0].verify()
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(anyio.to_thread.run_sync, guest)
+        async with _busy(node, volume_id) as writer:
             taken = []
             for count in (500, 2000):
-                await wait_until(partial(_has_written, writers, count), timeout_s=30)
-                taken.append(await snapshot(node, [volume_id], vm_id))
+                await wait_until(lambda: writer.writes > count, timeout_s=30)  # noqa: B023
+                taken.append(await snapshot(node, [volume_id], writer.vm_id))
             for snapshot_id in taken:
                 assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
+        assert writer.longest_gap_s < 3
+
+
+@FORMATS
+async def test_limits_hold_while_and_after_layers_are_merged(format: str) -> None:
+    """No burst while the merge looks for its end, and no pause that makes up for one."""
+    iops, seconds = 400, 3.0
+    async with open_node() as node:
+        volume_id = IDS.uid()
+        await _open_limited(node, volume_id, format, iops)
+        async with _busy(node, volume_id) as writer:
+            began, before = time.monotonic(), writer.writes
+            for _ in range(3):
+                snapshot_id = await snapshot(node, [volume_id], writer.vm_id)
+                assert (await delete(node, volume_id, snapshot_id)).state is wire.JobState.DONE
+            passed = time.monotonic() - began
+            # What is in flight when a graph is changed is let through at once.
+            assert writer.writes - before < iops * passed + 3 * 10 * writer.disk.depth
+            before = writer.writes
+            await anyio.sleep(seconds)
+            assert 0.7 * iops * seconds < writer.writes - before < 1.3 * iops * seconds
+
+
+async def _open_limited(node: Node, volume_id: str, format: str, iops: int) -> None:
+    backend = wire.VolumeBackend(
+        class_name=wire.VolumeClass.FILE,
+        format=wire.VolumeFormat(format),
+        size_bytes=256 * MIB,
+        limits=wire.Limits(iops_total=wire.Rate(limit=iops)),
+    )
+    request = wire.OpenVolume(meta=meta(), volume_id=volume_id, backend=backend)
+    await call(node, wire.OPEN_VOLUME, request)
+
+
+class BusyWriter(StampedWriter):
+    """A writer of a VM."""
+
+    vm_id: str
+
+
+@asynccontextmanager
+async def _busy(node: Node, volume_id: str) -> AsyncIterator[BusyWriter]:
+    """Attach a volume and keep 32 requests in flight; at the end every one must have been done."""
+    vm_id = IDS.uid()
+    path = Path((await node.attach(volume_id, vm_id)).export_path)
+    stop, begun = threading.Event(), list[BusyWriter]()
+
+    def guest() -> None:
+        with DeepDisk(path, 32) as disk:
+            writer = BusyWriter(disk, blocks=6_000)
+            writer.vm_id = vm_id
+            begun.append(writer)
+            writer.run(stop.is_set)
+            writer.verify()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.to_thread.run_sync, guest)
+        try:
+            await wait_until(lambda: bool(begun) and begun[0].writes > 0, timeout_s=30)
+            yield begun[0]
+        finally:
             stop.set()
-        guest_saw = writers[0]
-        assert (guest_saw.errors, guest_saw.hung, guest_saw.bad) == (0, 0, 0)
-        assert guest_saw.disk.connections == 1
-        assert guest_saw.longest_gap_s < 3
-        await node.detach(volume_id, vm_id)
-
-
-def _has_written(writers: list[StampedWriter], count: int) -> bool:
-    return bool(writers) and writers[0].writes > count
+    assert (begun[0].errors, begun[0].hung, begun[0].bad) == (0, 0, 0)
+    assert begun[0].disk.connections == 1
+    await node.detach(volume_id, vm_id)
 
 
 # --- a real guest

@@ -17,7 +17,7 @@ from chv.common.ids import short_uid
 from chv.stord.qsd import graph
 from chv.stord.qsd.monitor import CALL_TIMEOUT_S, Monitor
 
-READY, PENDING, CONCLUDED = "ready", "pending", "concluded"
+RUNNING, READY, PENDING, CONCLUDED = "running", "ready", "pending", "concluded"
 QUERY_PAUSE_S = 0.005
 CANCEL_TIMEOUT_S = 5.0
 

@@ -3,10 +3,10 @@
 Nodes of a volume, `<s>` being its short uid: `l-<s>` holds the volume's lock; `f<n>-<s>` is the
 format node of layer n and `p<n>-<s>` its bytes; `b<i>-<s>` and `i<i>-<s>` are the read-only
 layers below the volume's own (an image, or the layers of the volume that it is a clone of),
-counted from the bottom; `t-<s>` is the throttle filter on top, which is exported. Objects:
-`g-<s>` the throttle group, `k-<s>-<key>` a key while something is opened with it. Formats and
-backing files are always declared: QEMU probes nothing, and what a header says of other files is
-never followed.
+counted from the bottom; `t-<s>` is the throttle filter on top, which is exported; `z-<s>` is there
+while the guest is held (`chv.stord.qsd.hold`). Objects: `g-<s>` the throttle group, `k-<s>-<key>`
+a key while something is opened with it. Formats and backing files are always declared: QEMU probes
+nothing, and what a header says of other files is never followed.
 """
 
 from __future__ import annotations
