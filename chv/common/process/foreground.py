@@ -1,7 +1,7 @@
 """A program in the foreground of a terminal: `chv ssh`, `chv up --foreground`.
 
 It shares our terminal, environment and process group; Ctrl-C reaches it and is left to it. When
-we are killed it gets SIGHUP, as if the terminal had gone.
+we are killed it gets SIGTERM; SIGHUP would be ignored where `nohup` has started us.
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ def run_foreground(argv: tuple[str, ...], *, environment: dict[str, str] | None 
 def _restore() -> None:
     """In the new process: undo our ignoring of SIGINT, and end when the parent does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    syscalls.set_parent_death_signal(signal.SIGHUP)
+    syscalls.set_parent_death_signal(signal.SIGTERM)
