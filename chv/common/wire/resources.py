@@ -13,6 +13,31 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from chv.common.wire.network_resources import (
+    BalancingAlgorithm,
+    BandwidthText,
+    DnsRecordSpec,
+    ExistingConnections,
+    Exposure,
+    ExposureProtocol,
+    ExposureSpec,
+    ExposureStatus,
+    ExposureTarget,
+    ExposureTargetStatus,
+    HealthCheckProtocol,
+    HealthCheckSpec,
+    L2ModeSpec,
+    Network,
+    NetworkDns,
+    NetworkSpec,
+    NetworkStatus,
+    RuleProtocol,
+    SecurityGroup,
+    SecurityGroupRule,
+    SecurityGroupSpec,
+    SecurityGroupStatus,
+    UplinkModeSpec,
+)
 from chv.common.wire.resource_base import (
     Condition,
     ConditionStatus,
@@ -27,10 +52,9 @@ from chv.common.wire.resource_base import (
 from chv.common.wire.storage import VolumeClass
 from chv.common.wire.types import (
     API_VERSION,
-    Ipv4,
-    Ipv4Cidr,
+    Ipv4OrEmpty,
+    Ipv6OrEmpty,
     MacOrEmpty,
-    Mtu,
     Name,
     PathText,
     Port,
@@ -71,6 +95,7 @@ __all__ = [
     "PHASES",
     "VM_CONDITIONS",
     "ArtifactStatus",
+    "BalancingAlgorithm",
     "BandwidthLimit",
     "BlockSpec",
     "BootSpec",
@@ -80,18 +105,30 @@ __all__ = [
     "ConditionStatus",
     "DiskSpec",
     "DiskStatus",
+    "DnsRecordSpec",
     "Duration",
     "EncryptionSpec",
+    "ExistingConnections",
+    "Exposure",
+    "ExposureProtocol",
+    "ExposureSpec",
+    "ExposureStatus",
+    "ExposureTarget",
+    "ExposureTargetStatus",
+    "HealthCheckProtocol",
+    "HealthCheckSpec",
     "Image",
     "ImageDisk",
     "ImageFile",
     "ImageFormat",
     "ImageSpec",
     "ImageStatus",
+    "InterfaceBandwidth",
     "InterfaceSpec",
     "InterfaceStatus",
     "IopsLimit",
     "IscsiSpec",
+    "L2ModeSpec",
     "LvmSpec",
     "NbdSpec",
     "Network",
@@ -103,7 +140,12 @@ __all__ = [
     "Quantity",
     "RbdSpec",
     "Resource",
+    "RuleProtocol",
     "RunStrategy",
+    "SecurityGroup",
+    "SecurityGroupRule",
+    "SecurityGroupSpec",
+    "SecurityGroupStatus",
     "SnapshotPartStatus",
     "SpacePolicyName",
     "Struct",
@@ -186,48 +228,6 @@ class ImageStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     conditions: list[Condition] = []
 
 
-# --- Network
-
-
-class UplinkModeSpec(StrEnum):
-    """`NAT`: out through the node's uplink, nothing in. `None`: isolated."""
-
-    NAT = "NAT"
-    NONE = "None"
-
-
-class NetworkDns(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """DNS of the network. `domain` empty: `<name>.<namespace>.internal`."""
-
-    domain: Annotated[str, Meta(max_length=253)] = ""
-    forwarders: Annotated[list[Ipv4], Meta(max_length=4)] = []
-
-
-class NetworkSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A tenant network; `subnet` and `gateway` are fixed at creation.
-
-    `mtu` changes only while no VM runs on the network, all else at once.
-    """
-
-    subnet: Ipv4Cidr
-    gateway: Annotated[str, Meta(max_length=15)] = ""
-    mtu: Mtu = 1450
-    uplink: UplinkModeSpec = UplinkModeSpec.NAT
-    dns: NetworkDns = NetworkDns()
-
-
-class NetworkStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """The network as nwd reports it."""
-
-    observed_generation: int = 0
-    phase: str = always("Pending")  # Pending | Ready | Degraded | Failed | Deleting
-    netns: str = ""
-    gateway: str = ""
-    domain: str = ""
-    nics: int = 0
-    conditions: list[Condition] = []
-
-
 # --- VirtualMachine
 
 
@@ -265,13 +265,31 @@ class DiskSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     read_only: bool = False
 
 
+class InterfaceBandwidth(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Rates as the guest sees them, such as `100Mbit`; empty: not limited."""
+
+    ingress: BandwidthText = ""
+    egress: BandwidthText = ""
+
+
 class InterfaceSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A virtio-net NIC on a network of the same namespace; empty mac, address: chosen once."""
+    """A virtio-net NIC on a network of the same namespace; empty mac, addresses: chosen once.
+
+    Without `securityGroups` the guest reaches what its network reaches and nothing reaches it;
+    with them only what their rules allow, both ways. `maxConnections`: tracked ones, both ways; 0:
+    the network's bound. `publicAddress`: one of the network's, the source of what it sends out.
+    """
 
     name: Name
     network: Name
     mac: MacOrEmpty = ""
     address: Annotated[str, Meta(max_length=15)] = ""
+    address6: Ipv6OrEmpty = ""
+    security_groups: Annotated[list[Name], Meta(max_length=16)] = []
+    queues: Annotated[int, Meta(ge=1, le=16)] = 1
+    bandwidth: InterfaceBandwidth = InterfaceBandwidth()
+    max_connections: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    public_address: Ipv4OrEmpty = ""
 
 
 class CloudInitSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -344,6 +362,7 @@ class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     network: str
     mac: str
     address: str
+    address6: str = ""
     tap: str = ""
 
 
@@ -395,6 +414,8 @@ CONDITIONS: dict[str, tuple[str, ...]] = {
     "Volume": ("Ready", "SizeApplied", "SpaceAvailable"),
     "VolumeSnapshot": ("Ready",),
     "Network": ("Ready",),
+    "SecurityGroup": ("Ready",),
+    "Exposure": ("Ready",),
     "Image": ("Ready",),
 }
 PHASES: dict[str, tuple[str, ...]] = {
@@ -402,6 +423,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     "Volume": ("Pending", "Creating", "Ready", "Attached", "Failed", "Deleting"),
     "VolumeSnapshot": ("Pending", "Ready", "Failed", "Deleting"),
     "Network": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
+    "SecurityGroup": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
+    "Exposure": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
     "Image": ("Pending", "Importing", "Ready", "Failed", "Deleting"),
 }
 
@@ -414,16 +437,6 @@ class VirtualMachine(Struct, kw_only=True, frozen=True):
     metadata: ObjectMeta
     spec: VirtualMachineSpec
     status: VirtualMachineStatus | None = None
-
-
-class Network(Struct, kw_only=True, frozen=True):
-    """`chv get network`."""
-
-    api_version: Annotated[str, Meta(pattern=rf"^{API_VERSION}\Z")] = API_VERSION
-    kind: Annotated[str, Meta(pattern=r"^Network\Z")] = "Network"
-    metadata: ObjectMeta
-    spec: NetworkSpec
-    status: NetworkStatus | None = None
 
 
 class Image(Struct, kw_only=True, frozen=True):
