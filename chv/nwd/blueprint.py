@@ -15,7 +15,7 @@ from chv.common.wire.nwd import UplinkMode
 from chv.nwd import addresses, dnsmasq
 from chv.nwd.dnsmasq import DnsNetwork, DnsNic
 from chv.nwd.nft import rules
-from chv.nwd.nft.rules import NetworkRules, NicRules
+from chv.nwd.nft.model import NetworkRules, NicRules
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.plan import BRIDGE, UPLINK, VETH, DesiredNetwork
 from chv.nwd.records import Network, Nic
@@ -159,7 +159,13 @@ def _rules(
 
 def _nic_rules(layout: Layout, nic: Nic) -> NicRules:
     ports = tuple(nic.guest_ports)
-    return NicRules(layout.tap(nic.nic_id), nic.mac, nic.address, ports)
+    return NicRules(
+        nic_id=nic.nic_id,
+        tap=layout.tap(nic.nic_id),
+        mac=nic.mac,
+        addresses=(nic.address,),
+        guest_ports=ports,
+    )
 
 
 def _dns_network(layout: Layout, settings: Settings, network: Network) -> DnsNetwork:

@@ -13,11 +13,11 @@ What belongs to one NIC is only in set elements: the frame is the same for any n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from chv.nwd.nft import text
+from chv.nwd.nft.model import NetworkRules, NicRules
 from chv.nwd.nft.text import Ruleset, SetKey
 
 TABLES = (("bridge", "chv"), ("inet", "chv"))
@@ -25,29 +25,6 @@ PORT_MAC = SetKey("bridge", "chv", "port_mac")
 PORT_ADDRESS = SetKey("bridge", "chv", "port_address")
 GUEST_PORTS = SetKey("inet", "chv", "guest_ports")
 NICS_KEPT_MAX = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class NicRules:
-    """What the rules need to know of a NIC."""
-
-    tap: str
-    mac: str
-    address: str
-    guest_ports: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkRules:
-    """What the rules need to know of a network. `identity` goes into the tables' comments."""
-
-    identity: str
-    bridge: str
-    uplink: str  # empty: there is none
-    subnet: str
-    gateway: str
-    forwarders: Sequence[str] = ()
-    nics: Sequence[NicRules] = ()
 
 
 def render(network: NetworkRules) -> Ruleset:
@@ -75,7 +52,7 @@ class _NicElements(NamedTuple):
 @lru_cache(NICS_KEPT_MAX)
 def _of_nic(nic: NicRules) -> _NicElements:
     """A change of one NIC renders all: what did not change comes from memory."""
-    tap, mac, address = text.link(nic.tap), text.mac(nic.mac), text.address(nic.address)
+    tap, mac, address = text.link(nic.tap), text.mac(nic.mac), text.address(nic.addresses[0])
     ports = tuple(text.tuple_of(address, text.port(port)) for port in nic.guest_ports)
     return _NicElements(text.tuple_of(tap, mac), text.tuple_of(tap, mac, address), ports)
 

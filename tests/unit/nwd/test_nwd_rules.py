@@ -8,11 +8,12 @@ import pytest
 
 from chv.common.errors import InvalidArgument
 from chv.nwd.nft import host_rules, rules, text
-from chv.nwd.nft.rules import GUEST_PORTS, PORT_ADDRESS, PORT_MAC, NetworkRules, NicRules
+from chv.nwd.nft.model import NetworkRules, NicRules
+from chv.nwd.nft.rules import GUEST_PORTS, PORT_ADDRESS, PORT_MAC
 from chv.nwd.nft.text import SetKey
 
-ONE = NicRules("t0000000001", "02:00:00:00:00:01", "10.0.0.2", (22, 80))
-TWO = NicRules("t0000000002", "02:00:00:00:00:02", "10.0.0.3")
+ONE = NicRules("n1", "t0000000001", "02:00:00:00:00:01", ("10.0.0.2",), (22, 80))
+TWO = NicRules("n2", "t0000000002", "02:00:00:00:00:02", ("10.0.0.3",))
 NETWORK = NetworkRules(
     identity="chv:1:abc123:0b7f7a4e-0000-4000-8000-000000000001",
     bridge="br0",
@@ -80,8 +81,8 @@ def test_the_comment_carries_identity_and_a_digest_of_the_frame() -> None:
         replace(ONE, tap='t" drop; }'),
         replace(ONE, tap="a\nb"),
         replace(ONE, mac="02:00:00:00:00:01 }"),
-        replace(ONE, address="10.0.0.2; flush ruleset"),
-        replace(ONE, address="10.0.0.2\n"),
+        replace(ONE, addresses=("10.0.0.2; flush ruleset",)),
+        replace(ONE, addresses=("10.0.0.2\n",)),
         replace(ONE, guest_ports=(0,)),
         replace(ONE, guest_ports=(70000,)),
     ],
