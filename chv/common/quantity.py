@@ -1,4 +1,4 @@
-"""Quantities with units, as manifests write them: `2Gi`, `2`, `30s`.
+"""Quantities with units, as manifests write them: `2Gi`, `2`, `30s`, `100Mbit`.
 
 A bare number where a unit is expected is an error that names the likely fix. Pure.
 """
@@ -33,11 +33,15 @@ DURATION_UNITS_S = {
     "h": Fraction(3600),
     "d": Fraction(86_400),
 }
+BIT_UNITS = {"kbit": 10**3, "Mbit": 10**6, "Gbit": 10**9}
+BANDWIDTH_BPS_MIN = 64_000
+BANDWIDTH_BPS_MAX = 10**12
 _UNIT_HINT = "use a number with Ki, Mi, Gi, Ti, k, M, G or T, such as 2Gi"
 _DURATION_HINT = "use numbers with ms, s, m, h or d, such as 30s or 1h30m"
 _NUMBER = r"[0-9]{1,20}(?:\.[0-9]{1,20})?"
 _BYTES = re.compile(rf"({_NUMBER})([A-Za-z]{{0,8}})\Z")
 _DURATION = re.compile(rf"({_NUMBER})(ms|s|m|h|d)")
+_BITS = re.compile(rf"({_NUMBER})(kbit|Mbit|Gbit)\Z")
 _WHOLE = re.compile(r"[0-9]{1,20}\Z")
 
 
@@ -93,6 +97,20 @@ def parse_duration_s(value: object, *, field: str = "") -> float:
     if seconds > DURATION_S_MAX:
         raise InvalidArgument(f"{shown(value)} is too long", field=field, hint="at most 366d")
     return seconds
+
+
+def parse_bandwidth_bps(value: object, *, field: str = "") -> int:
+    """Return the bits per second that a text such as `100Mbit` means."""
+    match = _BITS.match(str(value)) if _is_plain(value) else None
+    if match is None:
+        hint = "use a number with kbit, Mbit or Gbit, such as 100Mbit"
+        raise InvalidArgument(f"{shown(value)} is not a bandwidth", field=field, hint=hint)
+    bps = int(Fraction(match.group(1)) * BIT_UNITS[match.group(2)])
+    if not BANDWIDTH_BPS_MIN <= bps <= BANDWIDTH_BPS_MAX:
+        raise InvalidArgument(
+            f"{shown(value)} is out of range", field=field, hint="64kbit to 1000Gbit"
+        )
+    return bps
 
 
 def _is_plain(value: object) -> bool:

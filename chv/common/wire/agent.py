@@ -34,7 +34,10 @@ OBJECTS_MAX = 200
 LOG_LINES_MAX = 10_000
 WAIT_S_MAX = 3600.0
 
-Kind = Annotated[str, Meta(pattern=r"^(VirtualMachine|Volume|VolumeSnapshot|Network|Image)\Z")]
+Kind = Annotated[
+    str,
+    Meta(pattern=r"^(VirtualMachine|Volume|VolumeSnapshot|Network|SecurityGroup|Exposure|Image)\Z"),
+]
 
 
 class Apply(Message, frozen=True, kw_only=True):

@@ -6,18 +6,23 @@ naming field, value and fix.
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Iterable
-
 from chv.common.errors import InvalidArgument
-from chv.common.names import check_address, check_cidr, check_hostname, check_mac, shown
+from chv.common.names import check_hostname, shown
 from chv.common.quantity import parse_bytes, parse_duration_s
+from chv.common.wire.network_rules import (
+    check_exposure,
+    check_group,
+    check_interfaces,
+    check_network,
+    refuse_twice,
+)
 from chv.common.wire.resources import (
+    Exposure,
     Image,
     ImageSpec,
     Network,
-    NetworkSpec,
     Resource,
+    SecurityGroup,
     VirtualMachine,
     VirtualMachineSpec,
     Volume,
@@ -27,8 +32,6 @@ from chv.common.wire.volume_rules import check_snapshot, check_volume
 
 MEMORY_BYTES_MIN = 16 << 20
 MEMORY_BYTES_MAX = 1 << 40
-SUBNET_PREFIX_MIN = 8
-SUBNET_PREFIX_MAX = 29  # gateway and a few guests
 SHUTDOWN_S_MAX = 3600.0
 
 
@@ -42,7 +45,11 @@ def check(resource: Resource) -> None:
         case VolumeSnapshot(spec=snapshot):
             check_snapshot(snapshot)
         case Network(spec=network):
-            _check_network(network)
+            check_network(network)
+        case SecurityGroup(spec=group):
+            check_group(group)
+        case Exposure(spec=exposure):
+            check_exposure(exposure)
         case Image(spec=image):
             _check_image(image)
 
@@ -80,25 +87,14 @@ def _check_vm(spec: VirtualMachineSpec) -> None:
             "a command line needs a kernel", field="spec.boot.cmdline", hint="set spec.boot.image"
         )
     _check_disks(spec)
-    _check_interfaces(spec)
+    check_interfaces(spec.interfaces)
     _check_cloud_init(spec)
-    _refuse_twice("spec.guestPorts", map(str, spec.guest_ports))
+    refuse_twice("spec.guestPorts", map(str, spec.guest_ports))
 
 
 def _check_disks(spec: VirtualMachineSpec) -> None:
-    _refuse_twice("spec.disks", (disk.name for disk in spec.disks), part="name")
-    _refuse_twice("spec.disks", (disk.volume for disk in spec.disks), part="volume")
-
-
-def _check_interfaces(spec: VirtualMachineSpec) -> None:
-    interfaces = spec.interfaces
-    _refuse_twice("spec.interfaces", (each.name for each in interfaces), part="name")
-    _refuse_twice("spec.interfaces", (e.mac for e in interfaces if e.mac), part="mac")
-    for index, interface in enumerate(interfaces):
-        if interface.mac:
-            check_mac(interface.mac, field=f"spec.interfaces[{index}].mac")
-        if interface.address:
-            _ipv4(interface.address, f"spec.interfaces[{index}].address")
+    refuse_twice("spec.disks", (disk.name for disk in spec.disks), part="name")
+    refuse_twice("spec.disks", (disk.volume for disk in spec.disks), part="volume")
 
 
 def _check_cloud_init(spec: VirtualMachineSpec) -> None:
@@ -122,57 +118,7 @@ def _check_cloud_init(spec: VirtualMachineSpec) -> None:
             )
 
 
-def _refuse_twice(field: str, values: Iterable[str], part: str = "") -> None:
-    seen: set[str] = set()
-    for index, value in enumerate(values):
-        if value in seen:
-            where = f"{field}[{index}].{part}" if part else f"{field}[{index}]"
-            raise InvalidArgument(f"{shown(value)} is there twice", field=where)
-        seen.add(value)
-
-
-# --- Network, Image
-
-
-def _check_network(spec: NetworkSpec) -> None:
-    subnet = check_cidr(spec.subnet, field="spec.subnet")
-    if not isinstance(subnet, ipaddress.IPv4Network):
-        raise InvalidArgument(f"{shown(spec.subnet)} is not IPv4", field="spec.subnet")
-    if not SUBNET_PREFIX_MIN <= subnet.prefixlen <= SUBNET_PREFIX_MAX:
-        raise InvalidArgument(
-            f"{shown(spec.subnet)} has a prefix of {subnet.prefixlen}",
-            field="spec.subnet",
-            hint=f"/{SUBNET_PREFIX_MIN} to /{SUBNET_PREFIX_MAX}",
-        )
-    if subnet.is_loopback or subnet.is_multicast or subnet.is_link_local:
-        raise InvalidArgument(
-            f"{shown(spec.subnet)} is for other uses",
-            field="spec.subnet",
-            hint="a private one such as 10.20.0.0/24",
-        )
-    if spec.gateway:
-        _check_gateway(spec.gateway, subnet)
-    if spec.dns.domain:
-        check_hostname(spec.dns.domain, field="spec.dns.domain")
-    for index, forwarder in enumerate(spec.dns.forwarders):
-        _ipv4(forwarder, f"spec.dns.forwarders[{index}]")
-
-
-def _check_gateway(text: str, subnet: ipaddress.IPv4Network) -> None:
-    gateway = _ipv4(text, "spec.gateway")
-    if gateway not in subnet or gateway in (subnet.network_address, subnet.broadcast_address):
-        raise InvalidArgument(
-            f"{shown(text)} is not a host address of {subnet}",
-            field="spec.gateway",
-            hint=f"{subnet.network_address + 1}, or leave it empty",
-        )
-
-
-def _ipv4(text: str, field: str) -> ipaddress.IPv4Address:
-    address = check_address(text, field=field)
-    if not isinstance(address, ipaddress.IPv4Address):
-        raise InvalidArgument(f"{shown(text)} is not an IPv4 address", field=field)
-    return address
+# --- Image
 
 
 def _check_image(spec: ImageSpec) -> None:

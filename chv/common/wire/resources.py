@@ -1,4 +1,4 @@
-"""The resources: VirtualMachine, Volume, Network, Image as msgspec structs in camelCase.
+"""The resources: VirtualMachine and Image as msgspec structs in camelCase, and all kinds together.
 
 One schema for `chv apply`, the agent's API and, later, CRDs: nothing here goes beyond what a
 CRD structural schema can say (no tagged unions, quantities are strings). Types only; parsing and
@@ -309,8 +309,9 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     `memory`, `boot.cmdline` and `cloudInit` are stored and take effect at the next start; until
     then the condition `RestartRequired` is True and names them, and `status.vmm` shows what runs.
     (A guest's cloud-init applies much of `cloudInit` only at the first boot of a disk.) `disks`
-    are plugged and unplugged, but for the one that the firmware booted. `interfaces` and
-    `boot.image` change only while it is stopped, `vmm` never after the first start.
+    are plugged and unplugged, but for the one that the firmware booted. Of `interfaces`, the
+    groups, bandwidth, connection bound and public address change at once, the rest only while it
+    is stopped, as does `boot.image`; `vmm` never after the first start.
     """
 
     run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE
@@ -449,18 +450,28 @@ class Image(Struct, kw_only=True, frozen=True):
     status: ImageStatus | None = None
 
 
-Resource = VirtualMachine | Volume | VolumeSnapshot | Network | Image
+Resource = VirtualMachine | Volume | VolumeSnapshot | Network | SecurityGroup | Exposure | Image
 
 KINDS: dict[str, type[Resource]] = {
     "VirtualMachine": VirtualMachine,
     "Volume": Volume,
     "VolumeSnapshot": VolumeSnapshot,
     "Network": Network,
+    "SecurityGroup": SecurityGroup,
+    "Exposure": Exposure,
     "Image": Image,
 }
 # In this order manifests are applied and, reversed, deleted. A Volume may start from a snapshot
 # and a snapshot is of a Volume; references may point forward, so the order is only of convenience.
-APPLY_ORDER = ("Image", "Network", "Volume", "VirtualMachine", "VolumeSnapshot")
+APPLY_ORDER = (
+    "Image",
+    "SecurityGroup",
+    "Network",
+    "Volume",
+    "VirtualMachine",
+    "VolumeSnapshot",
+    "Exposure",
+)
 KIND_ALIASES = {
     "vm": "VirtualMachine",
     "vms": "VirtualMachine",
@@ -477,6 +488,12 @@ KIND_ALIASES = {
     "net": "Network",
     "network": "Network",
     "networks": "Network",
+    "sg": "SecurityGroup",
+    "securitygroup": "SecurityGroup",
+    "securitygroups": "SecurityGroup",
+    "exp": "Exposure",
+    "exposure": "Exposure",
+    "exposures": "Exposure",
     "img": "Image",
     "image": "Image",
     "images": "Image",
