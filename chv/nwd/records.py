@@ -1,4 +1,4 @@
-"""What nwd must remember: networks, NICs, dnsmasq workers, generations of what was deleted.
+"""What nwd must remember: networks, NICs, workers, groups, exposures, deleted generations.
 
 Every change is durable before it returns; the dictionaries in memory are a cache of the store,
 filled once, and nobody else changes them. The schema itself refuses two owners of an address, a
@@ -15,10 +15,11 @@ import msgspec
 
 from chv.common.process import WorkerRecord
 from chv.common.store import Connection, Store
-from chv.common.wire.nwd import Topology
+from chv.common.wire.nwd import Shape, Topology, VmMetadata
+from chv.common.wire.nwd_policy import Existing, Exposure, IpProtocol, SecurityGroup
 
 TOMBSTONES_MAX = 20_000
-RELEASED_MAX = 4096  # per network; beyond it the oldest counts as never used
+RELEASED_MAX = 8192  # per network, both families; beyond it the oldest counts as never used
 
 MIGRATIONS = (
     (
@@ -32,6 +33,13 @@ MIGRATIONS = (
         " uid TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL) STRICT",
         "CREATE TABLE released (number INTEGER PRIMARY KEY AUTOINCREMENT,"
         " network_id TEXT NOT NULL, address TEXT NOT NULL, UNIQUE (network_id, address)) STRICT",
+    ),
+    (
+        "ALTER TABLE nics ADD COLUMN address6 TEXT",  # NULL: none, and any number may have none
+        "CREATE UNIQUE INDEX nics_address6 ON nics (network_id, address6)",
+        "CREATE TABLE security_groups (group_id TEXT PRIMARY KEY, doc BLOB NOT NULL) STRICT",
+        "CREATE TABLE exposures (exposure_id TEXT PRIMARY KEY, network_id TEXT NOT NULL"
+        " REFERENCES networks, doc BLOB NOT NULL) STRICT",
     ),
 )
 T = TypeVar("T", bound=msgspec.Struct)
@@ -65,7 +73,10 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True):
-    """One NIC. `asked_mac` and `asked_address` are what the caller wrote, perhaps nothing."""
+    """One NIC. `asked_…` are what the caller wrote, perhaps nothing.
+
+    `unswept`: connections that its groups of now do not allow may still be tracked.
+    """
 
     nic_id: str
     network_id: str
@@ -79,6 +90,74 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
     asked_mac: str = ""
     asked_address: str = ""
+    address6: str = ""
+    asked_address6: str = ""
+    queues: int = 1
+    groups: list[str] = []
+    shape: Shape = Shape()
+    connections_max: int = 0
+    public_address: str = ""
+    metadata: VmMetadata | None = None
+    unswept: bool = False
+    wanted: Wanted = Wanted.PRESENT
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every address that it has."""
+        return tuple(each for each in (self.address, self.address6) if each)
+
+
+class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A security group. `pending`: networks in which this generation does not stand yet."""
+
+    group: SecurityGroup
+    generation: int
+    existing: Existing = Existing.DROP
+    pending: list[str] = []
+    wanted: Wanted = Wanted.PRESENT
+
+
+class Footprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What an exposure took in, before a change or after it: its connections are to be looked at.
+
+    `addresses` as the namespace sees them, `host_addresses` as the host does. `drop`: end what is
+    not allowed any more; else only what was never translated, or goes to nobody's target.
+    """
+
+    protocol: IpProtocol
+    addresses: list[str]
+    host_addresses: list[str]
+    first: int
+    last: int
+    drop: bool
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True):
+    """A target that was taken out and keeps its connections until `end_s`, monotonic in a boot."""
+
+    nic_id: str
+    addresses: list[str]
+    boot_id: str
+    end_s: float
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What the checks of a target have come to."""
+
+    healthy: bool
+    since: str
+    message: str = ""
+
+
+class ExposureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An exposure. `host_addresses`: those of its addresses that are the node's own."""
+
+    exposure: Exposure
+    generation: int
+    host_addresses: list[str] = []
+    sweeps: list[Footprint] = []
+    draining: list[Drain] = []
+    health: dict[str, Health] = {}
     wanted: Wanted = Wanted.PRESENT
 
 
@@ -103,6 +182,8 @@ class Records:
         self.networks: dict[str, Network] = {}
         self.nics: dict[str, Nic] = {}
         self.workers: dict[str, Worker] = {}
+        self.groups: dict[str, GroupRow] = {}
+        self.exposures: dict[str, ExposureRow] = {}
         self.tombstones: dict[str, int] = {}
         self._released: dict[str, list[str]] = {}
 
@@ -113,9 +194,13 @@ class Records:
         networks = await store.read(lambda db: _documents(db, "networks", Network))
         nics = await store.read(lambda db: _documents(db, "nics", Nic))
         workers = await store.read(lambda db: _documents(db, "workers", Worker))
+        groups = await store.read(lambda db: _documents(db, "security_groups", GroupRow))
+        exposures = await store.read(lambda db: _documents(db, "exposures", ExposureRow))
         records.networks = {row.network_id: row for row in networks}
         records.nics = {row.nic_id: row for row in nics}
         records.workers = {row.network_id: row for row in workers}
+        records.groups = {row.group.group_id: row for row in groups}
+        records.exposures = {row.exposure.exposure_id: row for row in exposures}
         records.tombstones = dict(await store.read(_tombstones))
         for network_id, address in await store.read(_released):
             records._released.setdefault(network_id, []).append(address)
@@ -125,9 +210,18 @@ class Records:
         """Return the NICs of a network, those on their way out included."""
         return [row for row in self.nics.values() if row.network_id == network_id]
 
+    def exposures_of(self, network_id: str) -> list[ExposureRow]:
+        """Return the exposures of a network, those on their way out included."""
+        rows = self.exposures.values()
+        return [row for row in rows if row.exposure.network_id == network_id]
+
     def released(self, network_id: str) -> tuple[str, ...]:
-        """Return addresses that were used before, the longest free first."""
-        return tuple(self._released.get(network_id, ()))
+        """Return IPv4 addresses that were used before, the longest free first."""
+        return tuple(each for each in self._released.get(network_id, ()) if ":" not in each)
+
+    def released6(self, network_id: str) -> tuple[str, ...]:
+        """Return IPv6 addresses that were used before, the longest free first."""
+        return tuple(each for each in self._released.get(network_id, ()) if ":" in each)
 
     async def put_network(self, row: Network) -> None:
         """Add or replace."""
@@ -141,22 +235,57 @@ class Records:
         self.networks[row.network_id] = row
 
     async def put_nic(self, row: Nic) -> None:
-        """Add or replace; the address counts as used."""
+        """Add or replace; its addresses count as used."""
+        sql = (
+            "INSERT INTO nics (nic_id, network_id, address, address6, mac, doc)"
+            " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (nic_id) DO UPDATE SET"
+            " address = excluded.address, address6 = excluded.address6, mac = excluded.mac,"
+            " doc = excluded.doc"
+        )
+        where = (row.nic_id, row.network_id, row.address, row.address6 or None, row.mac)
+        free = "DELETE FROM released WHERE network_id = ? AND address = ?"
         await self._run(
-            (
-                "INSERT INTO nics VALUES (?, ?, ?, ?, ?) ON CONFLICT (nic_id) DO UPDATE"
-                " SET address = excluded.address, mac = excluded.mac, doc = excluded.doc",
-                (row.nic_id, row.network_id, row.address, row.mac, _encode(row)),
-            ),
-            (
-                "DELETE FROM released WHERE network_id = ? AND address = ?",
-                (row.network_id, row.address),
-            ),
+            (sql, (*where, _encode(row))),
+            *((free, (row.network_id, address)) for address in row.addresses),
         )
         self.nics[row.nic_id] = row
         released = self._released.get(row.network_id, [])
-        if row.address in released:
-            released.remove(row.address)
+        for address in row.addresses:
+            if address in released:
+                released.remove(address)
+
+    async def put_group(self, row: GroupRow) -> None:
+        """Add or replace."""
+        sql = "INSERT OR REPLACE INTO security_groups VALUES (?, ?)"
+        await self._run((sql, (row.group.group_id, _encode(row))))
+        self.groups[row.group.group_id] = row
+
+    async def drop_group(self, row: GroupRow) -> None:
+        """Forget a group that nothing names; keep its generation."""
+        uid = row.group.group_id
+        await self._run(
+            ("DELETE FROM security_groups WHERE group_id = ?", (uid,)),
+            *_bury(uid, row.generation),
+        )
+        self.groups.pop(uid, None)
+        self.tombstones[uid] = row.generation
+
+    async def put_exposure(self, row: ExposureRow) -> None:
+        """Add or replace."""
+        uid, network_id = row.exposure.exposure_id, row.exposure.network_id
+        sql = "INSERT OR REPLACE INTO exposures VALUES (?, ?, ?)"
+        await self._run((sql, (uid, network_id, _encode(row))))
+        self.exposures[uid] = row
+
+    async def drop_exposure(self, row: ExposureRow) -> None:
+        """Forget an exposure of which nothing is left; keep its generation."""
+        uid = row.exposure.exposure_id
+        await self._run(
+            ("DELETE FROM exposures WHERE exposure_id = ?", (uid,)),
+            *_bury(uid, row.generation),
+        )
+        self.exposures.pop(uid, None)
+        self.tombstones[uid] = row.generation
 
     async def put_worker(self, row: Worker) -> None:
         """Add or replace."""
@@ -171,15 +300,16 @@ class Records:
         self.workers.pop(network_id, None)
 
     async def drop_nic(self, row: Nic) -> None:
-        """Forget a NIC of which nothing is left; keep its generation and free its address."""
+        """Forget a NIC of which nothing is left; keep its generation and free its addresses."""
+        released_now = [_release(row.network_id, address) for address in row.addresses]
         await self._run(
             ("DELETE FROM nics WHERE nic_id = ?", (row.nic_id,)),
-            *_release(row.network_id, row.address),
+            *(statement for each in released_now for statement in each),
             *_bury(row.nic_id, row.generation),
         )
         self.nics.pop(row.nic_id, None)
         released = self._released.setdefault(row.network_id, [])
-        released.append(row.address)
+        released.extend(row.addresses)
         del released[:-RELEASED_MAX]
         self.tombstones[row.nic_id] = row.generation
 
