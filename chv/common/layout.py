@@ -167,6 +167,14 @@ class Layout:
         """Return the name of a NIC's tap; it is unique within its network's namespace."""
         return f"t{short_uid(nic_uid)}"
 
+    def ifb(self, nic_uid: str) -> str:
+        """Return the name of the link that shapes what a NIC's guest sends, beside its tap."""
+        return self.ifb_of(self.tap(nic_uid))
+
+    def ifb_of(self, tap: str) -> str:
+        """Return the same from the name of the tap."""
+        return f"i{tap[1:]}"
+
     # --- uids of the VMs
     @property
     def uid_block(self) -> int:

@@ -15,7 +15,7 @@ from chv.common.errors import Conflict, NotFound, OwnershipConflict
 from chv.common.failpoint import failpoint, failpoint_sync
 from chv.nwd import runfiles, settings, steps
 from chv.nwd.blueprint import Blueprint, alias_prefix
-from chv.nwd.kernel import links, netns, sysctl, tap
+from chv.nwd.kernel import links, netns, sysctl, tap, tc
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.rtnl import Rtnl
 from chv.nwd.nft.ruleset import Applied
@@ -23,6 +23,7 @@ from chv.nwd.observe import Sockets
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE
 from chv.nwd.records import Worker
+from chv.nwd.shaping import Shaping
 from chv.nwd.steps import Place, WantedLink
 
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -79,6 +80,13 @@ class Work:
             case steps.MakeTap(link=link):
                 found = await netns.inside(self._path, lambda: _make_tap(link))
                 self._sockets.links.update(found)
+            case steps.DropIdleTap(name=name):
+                await netns.inside(self._path, lambda: tap.drop_idle(name))
+                self._sockets.links.pop(name, None)
+            case steps.SetShape(name=name, shaping=wanted):
+                await self._shape(name, wanted)
+            case steps.ClearShape(name=name, ifb=ifb):
+                await self._shape(name, Shaping(ifb=ifb))
             case steps.LoadRules():
                 await self._load_rules()
             case (
@@ -198,6 +206,12 @@ class Work:
         finally:
             os.close(fd)
 
+    async def _shape(self, name: str, wanted: Shaping) -> None:
+        def done(change: str) -> None:
+            failpoint_sync(f"nwd.{self._verb}.shape_{change}")
+
+        await netns.inside(self._path, lambda: tc.apply(name, wanted, done))
+
     # --- rules and names
     def _forget_rules(self) -> None:
         """The namespace goes or is new: what we know of its rules is void."""
@@ -266,7 +280,7 @@ class Work:
 
 def _make_tap(wanted: WantedLink) -> dict[str, Link]:
     """In the namespace: make it, and see what the kernel made of it."""
-    tap.make(wanted.name, wanted.owner_uid)
+    tap.make(wanted.name, wanted.owner_uid, is_multi_queue=wanted.queues > 1)
     return links.read([wanted.name])
 
 

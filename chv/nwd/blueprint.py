@@ -19,6 +19,7 @@ from chv.nwd.nft.model import NetworkRules, NicRules
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.plan import BRIDGE, UPLINK, VETH, DesiredNetwork
 from chv.nwd.records import Network, Nic
+from chv.nwd.shaping import shaping
 from chv.nwd.steps import WantedLink
 
 UPLINK_PREFIX = 31
@@ -140,6 +141,12 @@ def _tap(layout: Layout, network: Network, nic: Nic) -> WantedLink:
         master=BRIDGE,
         isolated=True,
         owner_uid=nic.owner_uid,
+        queues=nic.queues,
+        shaping=shaping(
+            nic.shape,
+            layout.ifb(nic.nic_id),
+            alias(layout, network.network_id, f"ifb:{nic.nic_id}"),
+        ),
     )
 
 

@@ -75,16 +75,16 @@ class Nics:
                 await failpoint("nwd.detach.before_drop")
                 await self._keeper.finish_removal(row)
 
-    async def open(self, nic_id: str) -> tuple[NicInfo, int]:
-        """Return the NIC and a descriptor of its tap."""
+    async def open(self, nic_id: str) -> tuple[NicInfo, list[int]]:
+        """Return the NIC and a descriptor for each queue of its tap."""
         row = self.require(nic_id)
         async with self._keeper.locks.hold(row.network_id):
             row = self._present(nic_id)
             await self._keeper.converge_nic(row, OPEN)
             name = self._parts.layout.tap(nic_id)
             path = self._parts.netns_path(row.network_id)
-            fd = await netns.inside(path, lambda: tap.open_for_vmm(name))
-        return self.info(nic_id), fd
+            fds = await netns.inside(path, lambda: tap.open_for_vmm(name, row.queues))
+        return self.info(nic_id), fds
 
     async def connect(
         self, nic_id: str, port: int, timeout_s: float

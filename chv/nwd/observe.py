@@ -10,12 +10,13 @@ from functools import partial
 import anyio.to_thread
 
 from chv.nwd import runfiles, settings
-from chv.nwd.kernel import links, netns, nft_generation, sysctl
+from chv.nwd.kernel import links, netns, nft_generation, sysctl, tc
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, Rtnl, adopt_socket, open_rtnl, open_socket
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, NetnsState, ObservedNetwork, SeenLink
+from chv.nwd.shaping import SeenShape
 
 
 class Sockets:
@@ -60,6 +61,7 @@ class _Look:
     generation: int = 0
     sysctls_right: bool = False
     links: Mapping[str, Link] = field(default_factory=dict)
+    shapes: Mapping[str, SeenShape] = field(default_factory=dict)
 
 
 def _look(parts: Parts, network_id: str, names: Sequence[str]) -> _Look:
@@ -74,9 +76,19 @@ def _look(parts: Parts, network_id: str, names: Sequence[str]) -> _Look:
         right = bool(names) or not sysctl.differing(settings.SYSCTLS)
         generation = nft_generation.read()
         found = links.read(names) if names else links.read_all()
-        return _Look(state, files, open_socket(), netns.inode(path), generation, right, found)
+        shapes = tc.read(found, _ifbs(parts, network_id, found))
+        return _Look(
+            state, files, open_socket(), netns.inode(path), generation, right, found, shapes
+        )
 
     return netns.call_in(path, visit)
+
+
+def _ifbs(parts: Parts, network_id: str, found: Mapping[str, Link]) -> dict[str, str]:
+    """Return the ifb, there or not, of each tap that is there."""
+    nics = [nic.nic_id for nic in parts.records.nics_of(network_id)]
+    ifbs = {parts.layout.tap(nic_id): parts.layout.ifb(nic_id) for nic_id in nics}
+    return {tap: ifb for tap, ifb in ifbs.items() if tap in found}
 
 
 async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNetwork:
@@ -94,6 +106,7 @@ async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNe
     return replace(
         await _around(parts, network_id, look),
         links=inner,
+        shapes=look.shapes,
         bridge=sockets.links[BRIDGE].index if BRIDGE in sockets.links else 0,
         host_uplink=await _host_uplink(parts, network_id, sockets),
         default_gateway=routes.get(DEFAULT_ROUTE, ""),
@@ -104,7 +117,8 @@ async def observe_nic(
     parts: Parts, network_id: str, tap: str, sockets: Sockets
 ) -> ObservedNetwork | None:
     """Return what concerns one NIC; None where the network around it needs a whole look."""
-    look = await anyio.to_thread.run_sync(_look, parts, network_id, (BRIDGE, tap))
+    names = (BRIDGE, tap, parts.layout.ifb_of(tap))
+    look = await anyio.to_thread.run_sync(_look, parts, network_id, names)
     if look.state is not NetnsState.PRESENT:
         return None
     await sockets.adopt(look.socket)
@@ -115,6 +129,7 @@ async def observe_nic(
     return replace(
         await _around(parts, network_id, look),
         links=seen(sockets.links, {}),
+        shapes=look.shapes,
         bridge=bridge.index,
     )
 
@@ -190,6 +205,7 @@ def seen(found: Mapping[str, Link], addresses: Mapping[int, frozenset[str]]) -> 
             isolated=link.isolated,
             owner_uid=link.owner_uid,
             addresses=addresses.get(link.index, frozenset()),
+            multi_queue=link.multi_queue,
         )
         for link in found.values()
     }

@@ -11,11 +11,14 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from chv.nwd.shaping import SeenShape, is_right, is_wanted
 from chv.nwd.steps import (
     AddAddress,
     ChangeLink,
+    ClearShape,
     DeleteAddress,
     DeleteLink,
+    DropIdleTap,
     IsolatePort,
     LinkUp,
     LoadRules,
@@ -27,6 +30,7 @@ from chv.nwd.steps import (
     RemoveFiles,
     RemoveNetns,
     SetDefaultRoute,
+    SetShape,
     SetSysctls,
     StartDns,
     Step,
@@ -37,7 +41,7 @@ from chv.nwd.steps import (
 )
 
 LOOPBACK, BRIDGE, UPLINK = "lo", "br0", "up0"
-VETH = "veth"
+VETH, IFB = "veth", "ifb"
 
 
 class NetnsState(enum.Enum):
@@ -71,6 +75,7 @@ class SeenLink:
     isolated: bool = False
     owner_uid: int = -1
     addresses: frozenset[str] = frozenset()
+    multi_queue: bool = False  # of a tap
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ class ObservedNetwork:
     netns: NetnsState = NetnsState.ABSENT
     sysctls_right: bool = False
     links: Mapping[str, SeenLink] = field(default_factory=dict)
+    shapes: Mapping[str, SeenShape] = field(default_factory=dict)  # by tap
     host_uplink: SeenLink | None = None
     default_gateway: str = ""
     rules: str = ""
@@ -116,7 +122,7 @@ def plan_network(desired: DesiredNetwork, observed: ObservedNetwork) -> list[Ste
         *_base(desired, rest),
         *_rules(desired, rest),
         *_into_use(desired, rest),
-        *(step for tap in desired.taps for step in plan_tap(tap, rest.links.get(tap.name))),
+        *(step for tap in desired.taps for step in plan_tap(tap, rest)),
         *plan_dns(desired, rest),
     ]
 
@@ -128,10 +134,13 @@ def plan_nic(desired: DesiredNetwork, observed: ObservedNetwork, tap: str) -> li
     steps: list[Step] = []
     if seen is not None and (wanted is None or wanted.kind != seen.kind):
         steps.append(DeleteLink(Place.INNER, tap))
-        seen = None
     steps += _rules(desired, observed)
     if wanted is not None:
-        steps += plan_tap(wanted, seen)
+        steps += plan_tap(wanted, _without(observed, steps))
+    else:
+        others = {other.shaping.ifb for other in desired.taps}
+        ifbs = (name for name, link in observed.links.items() if link.kind == IFB)
+        steps += [DeleteLink(Place.INNER, name) for name in ifbs if name not in others]
     return [*steps, *plan_dns(desired, observed)]
 
 
@@ -159,6 +168,8 @@ def _namespace(observed: ObservedNetwork) -> Iterator[Step]:
 def _unwanted(desired: DesiredNetwork, observed: ObservedNetwork) -> list[Step]:
     """Remove what nobody wants and what is wrong in kind; of half a pair, the half."""
     kinds = {tap.name: tap.kind for tap in desired.taps} | {BRIDGE: desired.bridge.kind}
+    # The ifb of a tap that stays goes when nothing is sent there any more: see plan_shape.
+    kinds |= {tap.shaping.ifb: IFB for tap in desired.taps if tap.name in observed.links}
     whole = _is_whole(desired, observed)
     if whole:
         kinds[UPLINK] = VETH
@@ -256,15 +267,41 @@ def _into_use(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[St
         yield SetDefaultRoute(desired.default_gateway)
 
 
-def plan_tap(wanted: WantedLink, seen: SeenLink | None) -> Iterator[Step]:
+def plan_tap(wanted: WantedLink, observed: ObservedNetwork) -> Iterator[Step]:
     """Return the steps for one tap; its rules stand already."""
+    seen = observed.links.get(wanted.name)
+    if seen is not None and seen.multi_queue != (wanted.queues > 1):
+        yield DropIdleTap(wanted.name)
+        seen = None
     if seen is None or seen.owner_uid != wanted.owner_uid:
         yield MakeTap(wanted)
     yield from _attributes(Place.INNER, wanted, seen)
     if seen is None or seen.master != wanted.master or not seen.isolated:
         yield IsolatePort(wanted.name)
+    yield from plan_shape(wanted, _shape(wanted, observed, is_new=seen is None))
     if seen is None or not seen.up:
         yield LinkUp(Place.INNER, wanted.name)
+
+
+def plan_shape(wanted: WantedLink, seen: SeenShape) -> Iterator[Step]:
+    """Return the steps for the rates of one tap."""
+    if is_right(wanted.shaping, seen):
+        return
+    if is_wanted(wanted.shaping):
+        yield SetShape(wanted.name, wanted.shaping)
+    else:
+        yield ClearShape(wanted.name, wanted.shaping.ifb)
+
+
+def _shape(wanted: WantedLink, observed: ObservedNetwork, *, is_new: bool) -> SeenShape:
+    """Return what there is of rates; with a tap its own part goes, and its ifb stays."""
+    seen = observed.shapes.get(wanted.name, SeenShape())
+    ifb = observed.links.get(wanted.shaping.ifb)
+    if ifb is None or ifb.kind != IFB:
+        seen = replace(seen, egress=None, ifb_alias=None, ifb_up=False)
+    else:
+        seen = replace(seen, ifb_alias=ifb.alias, ifb_up=ifb.up)
+    return replace(seen, ingress=None, redirect="") if is_new else seen
 
 
 def plan_dns(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 import anyio.to_thread
 from nftables import Nftables
 
+from chv.common.errors import ChvError
 from chv.common.process import syscalls
 from chv.common.wire.types import Feature
-from chv.nwd import dnsmasq
-from chv.nwd.kernel import netns
+from chv.nwd import dnsmasq, shaping
+from chv.nwd.kernel import netns, tc
 
 _RULES = {
     "nft_bridge": "table bridge p { chain c { type filter hook prerouting priority 0; }; }",
@@ -54,7 +55,7 @@ def _probe() -> list[Feature]:
 def _attempt(name: str, action: Callable[[], None]) -> Feature:
     try:
         action()
-    except OSError as error:
+    except (OSError, ChvError) as error:
         return Feature(name=name, present=False, detail=str(error))
     return Feature(name=name, present=True)
 
@@ -76,6 +77,10 @@ def _in_throw_away_netns() -> list[Feature]:
             detail = error.strip().splitlines()[0][:200] if code and error.strip() else ""
             found.append(Feature(name=name, present=not code, detail=detail))
             nft.cmd("flush ruleset")
+        found.extend(
+            _attempt(name, action)
+            for name, action in zip(shaping.FEATURES, tc.ATTEMPTS, strict=True)
+        )
 
     netns.call_in(netns.OWN, visit)
     return found

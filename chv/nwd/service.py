@@ -84,8 +84,8 @@ class Service:
 
     async def open_nic(self, request: wire.OpenVmNic) -> WithFds[wire.NicInfo]:
         """See the wire."""
-        info, fd = await self._nics.open(request.nic_id)
-        return WithFds(info, [fd])
+        info, fds = await self._nics.open(request.nic_id)
+        return WithFds(info, fds)
 
     async def connect(self, request: wire.OpenGuestConnection) -> WithFds[wire.GuestConnection]:
         """See the wire."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from chv.nwd.shaping import UNSHAPED, Shaping
+
 
 class Place(enum.Enum):
     """Where a link is."""
@@ -26,6 +28,8 @@ class WantedLink:
     isolated: bool = False
     owner_uid: int = -1
     addresses: frozenset[str] = frozenset()
+    queues: int = 1  # of a tap
+    shaping: Shaping = UNSHAPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,29 @@ class MakeTap:
     """Make a tap, or give it another owner."""
 
     link: WantedLink
+
+
+@dataclass(frozen=True, slots=True)
+class DropIdleTap:
+    """Remove a tap that must be made anew; not while a VMM holds it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetShape:
+    """Limit what passes a tap, each way by itself."""
+
+    name: str
+    shaping: Shaping
+
+
+@dataclass(frozen=True, slots=True)
+class ClearShape:
+    """Let everything pass a tap unlimited again; its ifb goes."""
+
+    name: str
+    ifb: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +185,9 @@ Step = (
     | MakeBridge
     | MakeUplink
     | MakeTap
+    | DropIdleTap
+    | SetShape
+    | ClearShape
     | ChangeLink
     | IsolatePort
     | LinkUp

@@ -295,7 +295,7 @@ CHECK_NETWORK = Method(
 DELETE_NETWORK = Method("DeleteNetworkTopology", NetworkRef, Done, timeout_s=20.0)
 ATTACH_NIC = Method("AttachVmNic", AttachVmNic, NicInfo)
 DETACH_NIC = Method("DetachVmNic", NicRef, Done)
-OPEN_NIC = Method("OpenVmNic", OpenVmNic, NicInfo, mutating=False, fds=1)
+OPEN_NIC = Method("OpenVmNic", OpenVmNic, NicInfo, mutating=False, fds=QUEUES_MAX)
 OPEN_GUEST_CONNECTION = Method(
     "OpenGuestConnection", OpenGuestConnection, GuestConnection, 35.0, mutating=False, fds=1
 )

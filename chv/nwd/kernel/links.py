@@ -19,7 +19,7 @@ _INFO = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, chang
 _ADDRESS, _IFNAME, _MTU, _MASTER, _LINKINFO, _IFALIAS, _EXT_MASK = 1, 3, 4, 10, 18, 20, 29
 _CARRIER = 33
 _INFO_KIND, _INFO_DATA, _INFO_SLAVE_KIND, _INFO_SLAVE_DATA = 1, 2, 4, 5
-_TUN_OWNER, _PORT_ISOLATED = 1, 33
+_TUN_OWNER, _TUN_MULTI_QUEUE, _PORT_ISOLATED = 1, 7, 33
 _SKIP_STATISTICS = struct.pack("=I", 8)
 _IFF_UP = 1
 _NO_OWNER = 2**32 - 1
@@ -40,6 +40,7 @@ class Link:
     isolated: bool = False
     owner_uid: int = -1
     carrier: bool = False  # of a tap: somebody holds it open
+    multi_queue: bool = False  # of a tap
 
 
 def read_all() -> dict[str, Link]:
@@ -97,6 +98,7 @@ def parse(body: bytes) -> Link:
         isolated=port.get(_PORT_ISOLATED, b"\0")[0] == 1,
         owner_uid=-1 if owner == _NO_OWNER else owner,
         carrier=found.get(_CARRIER, b"\0")[0] == 1,
+        multi_queue=data.get(_TUN_MULTI_QUEUE, b"\0")[0] == 1,
     )
 
 

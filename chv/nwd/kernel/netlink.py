@@ -16,6 +16,7 @@ from collections.abc import Iterator
 ROUTE, NETFILTER = 0, 12
 REQUEST, ACK, DUMP = 1, 4, 0x300
 ERROR, DONE = 2, 3
+RECEIVE_BUFFER_FORCE = 33  # SO_RCVBUFFORCE, which Python does not name
 TIMEOUT_S = 5.0
 DUMP_ATTEMPTS_MAX = 5
 _INTERRUPTED = 0x10
@@ -55,22 +56,25 @@ def attributes(data: bytes, offset: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def ask(netlink: socket.socket, request: bytes) -> list[bytes]:
-    """Send one request and return the bodies of the answer; OSError for the kernel's refusal."""
+    """Send one request and return the bodies of the answer; OSError for the kernel's refusal.
+
+    With ACK the answer may be empty and ends with the acknowledgement; without, it is one message.
+    """
     flags = _HEADER.unpack_from(request)[2]
     is_dump = flags & DUMP == DUMP
     for _ in range(DUMP_ATTEMPTS_MAX if is_dump else 1):
-        bodies, interrupted = _ask_once(netlink, request, is_dump)
+        bodies, interrupted = _ask_once(netlink, request, is_dump or bool(flags & ACK))
         if not interrupted:
             return bodies
     raise OSError(errno.EAGAIN, "the list keeps changing while it is read")
 
 
-def _ask_once(netlink: socket.socket, request: bytes, is_dump: bool) -> tuple[list[bytes], bool]:
+def _ask_once(netlink: socket.socket, request: bytes, has_end: bool) -> tuple[list[bytes], bool]:
     netlink.send(request)
     bodies: list[bytes] = []
     interrupted = False
     while True:
-        for kind, flags, body in _messages(netlink.recv(_BUFFER_BYTES)):
+        for kind, flags, body in messages(netlink.recv(_BUFFER_BYTES)):
             interrupted = interrupted or bool(flags & _INTERRUPTED)
             if kind == DONE:
                 return bodies, interrupted
@@ -78,11 +82,12 @@ def _ask_once(netlink: socket.socket, request: bytes, is_dump: bool) -> tuple[li
                 _raise(body)
                 return bodies, False
             bodies.append(body)
-            if not is_dump:
+            if not has_end:
                 return bodies, False
 
 
-def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+def messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield kind, flags and body of each message; what is cut short ends it."""
     offset = 0
     while offset + _HEADER.size <= len(data):
         length, kind, flags = _HEADER.unpack_from(data, offset)[:3]

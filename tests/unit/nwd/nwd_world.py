@@ -8,6 +8,7 @@ from dataclasses import replace
 from chv.nwd import plan, steps
 from chv.nwd.plan import (
     BRIDGE,
+    IFB,
     LOOPBACK,
     UPLINK,
     DesiredNetwork,
@@ -16,6 +17,7 @@ from chv.nwd.plan import (
     ObservedNetwork,
     SeenLink,
 )
+from chv.nwd.shaping import SeenShape, Shaping
 from chv.nwd.steps import Place, WantedLink
 
 HOST_NAME = "cabc12312345678"
@@ -86,7 +88,14 @@ class World:
                 self._put(Place.INNER, inner.name, SeenLink("veth", mtu=inner.mtu))
             case steps.MakeTap(link=link):
                 seen = self.observed.links.get(link.name) or SeenLink("tun", mtu=1500)
-                self._put(Place.INNER, link.name, replace(seen, owner_uid=link.owner_uid))
+                seen = replace(seen, owner_uid=link.owner_uid, multi_queue=link.queues > 1)
+                self._put(Place.INNER, link.name, seen)
+            case steps.DropIdleTap(name=name):
+                self._delete(Place.INNER, name)
+            case steps.SetShape(name=name, shaping=wanted):
+                self._shape(name, wanted)
+            case steps.ClearShape(name=name, ifb=ifb):
+                self._shape(name, Shaping(ifb=ifb))
             case steps.LoadRules():
                 self._set(rules=desired.rules)
             case steps.SetDefaultRoute(gateway=gateway):
@@ -142,6 +151,15 @@ class World:
                 self._put(place, name, replace(seen, addresses=seen.addresses - {cidr}))
             case _:
                 raise AssertionError(f"{step} is not modelled")
+
+    def _shape(self, tap: str, wanted: Shaping) -> None:
+        self._link(Place.INNER, tap)
+        links = {name: link for name, link in self.observed.links.items() if name != wanted.ifb}
+        shape = SeenShape(ingress=wanted.ingress)
+        if wanted.egress is not None:
+            links[wanted.ifb] = SeenLink(IFB, alias=wanted.alias, up=True)
+            shape = SeenShape(wanted.ingress, wanted.egress, wanted.ifb, wanted.alias, ifb_up=True)
+        self._set(links=links, shapes=dict(self.observed.shapes) | {tap: shape})
 
     def _delete(self, place: Place, name: str) -> None:
         """Both ends of a pair go together; ports of a bridge stay without it."""
