@@ -65,7 +65,8 @@ class Exposed:
     """An exposure. `backends`: those that may get new connections; none: refused at once.
 
     `addresses` are what clients connect to, as it is seen inside the namespace: the exposure's own
-    and, where one is the node's, the uplink's address as well.
+    and, where one is the node's, the uplink's address as well. `checks`: what the gateway connects
+    to by TCP to learn who is healthy, the unhealthy included.
     """
 
     exposure_id: str
@@ -75,6 +76,7 @@ class Exposed:
     sources: tuple[str, ...]
     backends: tuple[Backend, ...]
     algorithm: Algorithm = Algorithm.ROUND_ROBIN
+    checks: tuple[Backend, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
