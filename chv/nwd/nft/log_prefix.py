@@ -1,4 +1,4 @@
-"""The prefix of a logged packet: which group, which rule, which way. Built and read here alone. Pure.
+"""The prefix of a logged packet: group, rule, direction. Built and read here alone. Pure.
 
 `chv:<first 8 of the group's id>:<index of the rule, or drop>:<in|out> `; the blank at the end is
 for whoever reads it with other tools. A prefix that is not ours is None, never an error: others
