@@ -11,7 +11,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio.to_thread
@@ -87,6 +88,47 @@ class Nft:
     async def list_json(self, path: str, command: str) -> str:
         """Return the same as JSON text."""
         return await anyio.to_thread.run_sync(self._list, path, command, True)
+
+    @asynccontextmanager
+    async def temporary(self, path: str, text: str) -> AsyncIterator[None]:
+        """Have a table in the block that ends with it, or with this process, however that ends.
+
+        The table has `flags owner`: the kernel removes it when the socket that made it closes,
+        and nobody else can. Making it counts one generation, its end none.
+        """
+        held = [await anyio.to_thread.run_sync(self._hold, path, text)]
+        try:
+            yield
+        finally:
+            with self._lock:
+                held.clear()  # the last reference: the library closes its socket
+
+    def _hold(self, path: str, text: str) -> Nftables:
+        with self._lock:
+            nft = netns.call_in(path, Nftables)
+            code, _, error = nft.cmd(text)
+        if code:
+            raise Internal(
+                f"nft refused a temporary table: {error.strip()[:SHOWN_CHARACTERS_MAX]}",
+                resource=path,
+            )
+        return nft
+
+    async def list_numbered(self, path: str, command: str) -> str:
+        """Return what `list ...` prints with handles and without the elements of sets."""
+        return await anyio.to_thread.run_sync(self._list_numbered, path, command)
+
+    def _list_numbered(self, path: str, command: str) -> str:
+        with self._lock:
+            nft = self._context(path).nft
+            nft.set_handle_output(True)
+            nft.set_terse_output(True)
+            try:
+                code, output, _ = nft.cmd(command)
+            finally:
+                nft.set_handle_output(False)
+                nft.set_terse_output(False)
+        return "" if code else str(output)
 
     def forget(self, path: str) -> None:
         """Drop the context of a namespace that is about to go."""
