@@ -149,7 +149,7 @@ class ProcessRig:
             gid=0 if launch.keep_root else uid,
             groups=launch.groups,
             log_path=str(self.base / "vmm.log"),
-            fds={launch.nic_fds[name]: fd for name, fd in self.nics.items()},
+            fds={launch.nic_fds[name][0]: fd for name, fd in self.nics.items()},
         )
         self.record = await self.provider.spawn(spec)
         self.stack.push_async_callback(terminate, self.record, grace_s=0)

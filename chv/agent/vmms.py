@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import anyio
@@ -20,7 +21,7 @@ from chv.agent.console.keeper import ConsoleKeeper
 from chv.agent.links import DaemonLink
 from chv.agent.ports import WORKER_KIND, SpawnRequest, VmHandle, VmmSelection
 from chv.agent.probes import Probes
-from chv.common.errors import InvalidArgument
+from chv.common.errors import Conflict, InvalidArgument
 from chv.common.failpoint import failpoint
 from chv.common.files import ensure_dir
 from chv.common.layout import Layout
@@ -74,20 +75,20 @@ class Vmms:
         """Open the taps, start the process, give it the descriptors."""
         vm, config = request.vm, request.config
         launch = self._driver(vm).launch(config)
-        opened: dict[str, int] = {}
+        opened: dict[str, list[int]] = {}
         try:
             for nic_id in launch.nic_fds:
                 _, fds = await self._nwd.call_fds(OPEN_NIC, OpenVmNic(nic_id=nic_id))
-                opened[nic_id] = fds[0]
+                opened[nic_id] = fds
             await failpoint("agent.vmm.spawn.taps_open")
             record = await self._provider.spawn(self._spawn_spec(request, launch, opened))
         finally:
-            for fd in opened.values():
+            for fd in chain.from_iterable(opened.values()):
                 os.close(fd)
         return record
 
     def _spawn_spec(
-        self, request: SpawnRequest, launch: Launch, opened: Mapping[str, int]
+        self, request: SpawnRequest, launch: Launch, opened: Mapping[str, Sequence[int]]
     ) -> SpawnSpec:
         vm, config = request.vm, request.config
         uid = 0 if launch.keep_root else self._layout.vmm_uid(vm.slot)
@@ -98,7 +99,11 @@ class Vmms:
             gid=uid,
             groups=launch.groups,
             environment=dict(launch.environment),
-            fds={launch.nic_fds[nic_id]: fd for nic_id, fd in opened.items()},
+            fds={
+                number: fd
+                for nic_id, numbers in launch.nic_fds.items()
+                for number, fd in zip(numbers, _of_nic(nic_id, numbers, opened), strict=True)
+            },
             log_path=str(self._layout.vm_state(vm.uid) / VMM_LOG),
             cgroup=f"{WORKER_KIND}-{self._layout.vm(vm.uid).name}",
         )
@@ -224,6 +229,19 @@ class Vmms:
                 field="status.vmm.name",
             )
         return driver
+
+
+def _of_nic(
+    nic_id: str, numbers: Sequence[int], opened: Mapping[str, Sequence[int]]
+) -> Sequence[int]:
+    """Return the NIC's descriptors, as many as the VMM is told of."""
+    fds = opened[nic_id]
+    if len(fds) != len(numbers):
+        raise Conflict(
+            f"the NIC has {len(fds)} queues by now, and the VM was made for {len(numbers)}",
+            resource=nic_id,
+        )
+    return fds
 
 
 def _empty_directory(directory: Path) -> None:

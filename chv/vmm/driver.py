@@ -8,6 +8,7 @@ read, `OutcomeUnknown` where a command may or may not have been applied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -48,11 +49,12 @@ class PluggedDisk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NicConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A NIC whose tap comes as an open file descriptor."""
+    """A NIC whose tap comes as an open file descriptor for each of its queues."""
 
     id: str
     mac: str
     mtu: int = 1450
+    queues: int = 1
 
 
 class VmmConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +75,21 @@ class VmmConfig(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str  # SMBIOS system UUID: the VM's uid
 
 
+def nic_fds(nics: Sequence[NicConfig], first: int) -> dict[str, tuple[int, ...]]:
+    """Return the descriptor numbers of NICs, from `first` on."""
+    taken: dict[str, tuple[int, ...]] = {}
+    for nic in nics:
+        taken[nic.id] = tuple(range(first, first + nic.queues))
+        first += nic.queues
+    return taken
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start. `nic_fds`: descriptor number in the child for each NIC id."""
+    """What to start. `nic_fds`: descriptor numbers in the child for each NIC id, one a queue."""
 
     argv: tuple[str, ...]
     environment: dict[str, str] = {}
-    nic_fds: dict[str, int] = {}
+    nic_fds: dict[str, tuple[int, ...]] = {}
     groups: tuple[int, ...] = ()  # supplementary groups (kvm), beyond the VM's own
     # True only for a program that runs no guest and could not read its own code as the VM's uid.
     keep_root: bool = False

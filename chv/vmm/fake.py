@@ -57,8 +57,9 @@ class FakeProcess:
         files = [d.path for d in arguments.parts.disks if d.kind == "file"]
         for path in (*arguments.parts.files, *files):
             self._held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        for fd in arguments.parts.nic_fds.values():
-            os.fstat(fd)
+        for fds in arguments.parts.nic_fds.values():
+            for fd in fds:
+                os.fstat(fd)
         for disk in self._vhost.values():
             if not self._connect(disk):
                 raise InvalidArgument(f"nothing listens on {disk.path}", field=disk.id)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from chv.common.errors import ErrorData, InvalidArgument
-from chv.vmm.driver import DiskConfig, Launch, VmmConfig, VmmState
+from chv.vmm.driver import DiskConfig, Launch, VmmConfig, VmmState, nic_fds
 from chv.vmm.fake_state import Behaviour, FakeVm, Fault
 
 CONTROL_SOCKET = "control.sock"
@@ -29,7 +29,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     disks: tuple[DiskConfig, ...] = ()
     files: tuple[str, ...] = ()
-    nic_fds: dict[str, int] = {}
+    nic_fds: dict[str, tuple[int, ...]] = {}
 
     @property
     def served(self) -> dict[str, DiskConfig]:
@@ -84,7 +84,7 @@ def reply_of(vm: FakeVm) -> Reply:
 
 def fake_launch(config: VmmConfig, behaviour: Behaviour) -> Launch:
     """Return how to start a fake for this VM."""
-    fds = {nic.id: NIC_FD_FIRST + index for index, nic in enumerate(config.nics)}
+    fds = nic_fds(config.nics, NIC_FD_FIRST)
     files = tuple(path for path in (config.kernel, config.initramfs) if path)
     parts = Parts(disks=config.disks, files=files, nic_fds=fds)
     argv = (

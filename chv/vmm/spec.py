@@ -15,7 +15,7 @@ import msgspec
 
 from chv.common.errors import InvalidArgument, Unsupported
 from chv.common.layout import check_socket_path
-from chv.vmm.driver import DiskConfig, Launch, NicConfig, VmmConfig
+from chv.vmm.driver import DiskConfig, Launch, NicConfig, VmmConfig, nic_fds
 
 MONITOR_SOCKET = "qmp.sock"
 SERIAL_SOCKET = "serial.sock"
@@ -23,6 +23,7 @@ AGENT_SOCKET = "agent.sock"
 AGENT_PORT = "org.qemu.guest_agent.0"  # the name by which the agent in the guest finds it
 NIC_FD_FIRST = 10  # leaves 3..9 to whoever starts the process
 TCG_CACHE_MIB = 64  # the default grows to 1 GiB for each VM
+QUEUES_MAX = 16  # of a NIC
 CPUS_MAX = 255  # more need an interrupt remapping unit in the guest
 DEVICES_MAX = 20  # of the 32 slots of pcie.0, the chipset and our own devices need the rest
 # Each vhost-user disk has a root port of its own, so that it can be unplugged.
@@ -75,10 +76,10 @@ def qemu_launch(
     for index, disk in enumerate(config.disks):
         argv += _disk(disk, version, f"disks[{index}]", port(taken))
         taken += disk.kind == VHOST
-    for index, nic in enumerate(config.nics):
-        argv += _nic(nic, NIC_FD_FIRST + index)
+    fds = nic_fds(config.nics, NIC_FD_FIRST)
+    for nic in config.nics:
+        argv += _nic(nic, fds[nic.id])
     argv += ["-sandbox", _SANDBOX]
-    fds = {nic.id: NIC_FD_FIRST + index for index, nic in enumerate(config.nics)}
     return Launch(argv=tuple(argv), nic_fds=fds, groups=groups)
 
 
@@ -287,16 +288,23 @@ def _vhost_disk(disk_id: str, path: str, version: tuple[int, int], place: str) -
     ]
 
 
-def _nic(nic: NicConfig, fd: int) -> list[str]:
+def _nic(nic: NicConfig, fds: Sequence[int]) -> list[str]:
     _match(_ID, nic.id, "nics.id")
     _match(_MAC, nic.mac, "nics.mac")
+    if not 1 <= nic.queues <= QUEUES_MAX:
+        raise InvalidArgument(f"{nic.queues} queues are not 1 to {QUEUES_MAX}", field="nics.queues")
+    taps, device = f"fd={fds[0]}", ""
+    if nic.queues > 1:
+        # An interrupt for each direction of a queue, one for control, one for changes.
+        taps = f"fds={':'.join(str(fd) for fd in fds)}"
+        device = f",mq=on,vectors={2 * nic.queues + 2}"
     # No option ROM: network boot is not offered, and Debian 13 may not have the file.
     return [
         "-netdev",
-        f"tap,id=net-{nic.id},fd={fd},vhost=off",
+        f"tap,id=net-{nic.id},{taps},vhost=off",
         "-device",
         f"virtio-net-pci,id=nic-{nic.id},netdev=net-{nic.id},mac={nic.mac}"
-        f",host_mtu={int(nic.mtu)},romfile=",
+        f",host_mtu={int(nic.mtu)},romfile={device}",
     ]
 
 

@@ -115,5 +115,5 @@ def _nics(desired: DesiredVm, parts: Parts) -> tuple[NicConfig, ...]:
         info = parts.nics.get(nic.nic_id)
         if info is None:
             raise FailedPrecondition(f"the NIC on network {nic.network} is gone")
-        found.append(NicConfig(id=nic.nic_id, mac=info.mac, mtu=info.mtu))
+        found.append(NicConfig(id=nic.nic_id, mac=info.mac, mtu=info.mtu, queues=info.queues))
     return tuple(found)

@@ -95,7 +95,7 @@ def test_the_command_line_is_read_back_as_it_was_written() -> None:
     assert parsed.runtime_dir == CONFIG.runtime_dir
     assert parsed.parts.disks == CONFIG.disks
     assert parsed.parts.files == ("/k",)
-    assert parsed.parts.nic_fds == launch.nic_fds == {"net0": 10}
+    assert parsed.parts.nic_fds == launch.nic_fds == {"net0": (10,)}
 
 
 def test_the_behaviour_travels_in_the_environment() -> None:

@@ -131,8 +131,28 @@ def test_each_nic_gets_a_descriptor_number_of_its_own() -> None:
     other = msgspec.structs.replace(NIC, id="net1")
     config = msgspec.structs.replace(BASE, nics=(NIC, other))
     made = qemu_launch(config, binary="qemu", version=(7, 2))
-    assert made.nic_fds == {"net0": 10, "net1": 11}
+    assert made.nic_fds == {"net0": (10,), "net1": (11,)}
     assert "tap,id=net-net1,fd=11,vhost=off" in made.argv
+
+
+def test_a_nic_with_queues_takes_a_descriptor_for_each_and_the_next_nic_those_behind() -> None:
+    wide = msgspec.structs.replace(NIC, queues=3)
+    other = msgspec.structs.replace(NIC, id="net1")
+    config = msgspec.structs.replace(BASE, nics=(wide, other))
+    made = qemu_launch(config, binary="qemu", version=(7, 2))
+    assert made.nic_fds == {"net0": (10, 11, 12), "net1": (13,)}
+    assert "tap,id=net-net0,fds=10:11:12,vhost=off" in made.argv
+    assert "tap,id=net-net1,fd=13,vhost=off" in made.argv
+    devices = [part for part in made.argv if part.startswith("virtio-net-pci")]
+    assert devices[0].endswith(",mq=on,vectors=8")
+    assert "mq=on" not in devices[1], "a single queue is as ever"
+
+
+@pytest.mark.parametrize("queues", [0, 17])
+def test_a_number_of_queues_that_no_nic_has_is_refused(queues: int) -> None:
+    nic = msgspec.structs.replace(NIC, queues=queues)
+    with pytest.raises(InvalidArgument, match="queues"):
+        qemu_launch(msgspec.structs.replace(BASE, nics=(nic,)), binary="qemu", version=(7, 2))
 
 
 def test_a_comma_in_a_path_or_name_cannot_become_an_option() -> None:
