@@ -15,9 +15,10 @@ from chv.common.wire.nwd import UplinkMode
 from chv.nwd import addresses, dnsmasq
 from chv.nwd.dnsmasq import DnsNetwork, DnsNic
 from chv.nwd.nft import rules
-from chv.nwd.nft.model import NetworkRules, NicRules
+from chv.nwd.nft.model import NetworkRules
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.plan import BRIDGE, UPLINK, VETH, DesiredNetwork
+from chv.nwd.policy import NOTHING, Policy, nic_rules
 from chv.nwd.records import Network, Nic
 from chv.nwd.shaping import shaping
 from chv.nwd.steps import WantedLink
@@ -62,11 +63,17 @@ def alias_prefix(layout: Layout) -> str:
     return f"chv:1:{layout.instance}:"
 
 
-def draw(layout: Layout, settings: Settings, network: Network, nics: Sequence[Nic]) -> Blueprint:
+def draw(
+    layout: Layout,
+    settings: Settings,
+    network: Network,
+    nics: Sequence[Nic],
+    policy: Policy = NOTHING,
+) -> Blueprint:
     """Return the blueprint of a network with these NICs."""
     dns = _dns_network(layout, settings, network)
     dns_nics = [DnsNic(nic.mac, nic.address, nic.hostname) for nic in nics]
-    ruleset = rules.render(_rules(layout, settings, network, nics))
+    ruleset = rules.render(network_rules(layout, settings, network, nics, policy))
     files = dnsmasq.files(dns_nics, dns)
     configuration = dnsmasq.configuration(dns)
     inner, host, gateway = _uplink(layout, settings, network)
@@ -150,9 +157,14 @@ def _tap(layout: Layout, network: Network, nic: Nic) -> WantedLink:
     )
 
 
-def _rules(
-    layout: Layout, settings: Settings, network: Network, nics: Sequence[Nic]
+def network_rules(
+    layout: Layout,
+    settings: Settings,
+    network: Network,
+    nics: Sequence[Nic],
+    policy: Policy = NOTHING,
 ) -> NetworkRules:
+    """Return what the rules of a network are made from."""
     return NetworkRules(
         identity=f"chv:1:{layout.instance}:{network.network_id}",
         bridge=BRIDGE,
@@ -160,19 +172,17 @@ def _rules(
         subnet=network.topology.subnet,
         gateway=network.topology.gateway,
         forwarders=forwarders(settings, network),
-        nics=[_nic_rules(layout, nic) for nic in nics],
+        nics=[nic_rules(layout, nic) for nic in nics],
+        groups=policy.groups,
+        exposures=policy.exposures,
     )
 
 
-def _nic_rules(layout: Layout, nic: Nic) -> NicRules:
-    ports = tuple(nic.guest_ports)
-    return NicRules(
-        nic_id=nic.nic_id,
-        tap=layout.tap(nic.nic_id),
-        mac=nic.mac,
-        addresses=(nic.address,),
-        guest_ports=ports,
-    )
+def uplink_addresses(settings: Settings, network: Network) -> tuple[str, ...]:
+    """Return the addresses of the network's end of the uplink, if it has one."""
+    if network.uplink_slot is None or not has_uplink(network):
+        return ()
+    return (addresses.uplink_addresses(settings.uplink_pool, network.uplink_slot)[1],)
 
 
 def _dns_network(layout: Layout, settings: Settings, network: Network) -> DnsNetwork:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import anyio
 
 from chv.common.layout import Layout
 from chv.common.process import Provider
-from chv.nwd.blueprint import Blueprint, Settings, draw
+from chv.nwd.blueprint import Blueprint, Settings, draw, network_rules, uplink_addresses
 from chv.nwd.kernel import netns
+from chv.nwd.nft.model import NetworkRules
 from chv.nwd.nft.ruleset import Loaded, Nft
+from chv.nwd.policy import Policy, policy_of
 from chv.nwd.records import Network, Nic, Records, Wanted
 from chv.nwd.workers import Workers
 
 
 @dataclass
 class Parts:
-    """The world and the records. `loaded` remembers rules, only to change them in small steps."""
+    """The world and the records. `loaded` remembers rules, only to change them in small steps.
+
+    `registry`: held, for no longer than a record takes, where a check spans several objects.
+    """
 
     layout: Layout
     settings: Settings
@@ -25,6 +33,7 @@ class Parts:
     nft: Nft
     boot_id: str
     loaded: dict[str, Loaded] = field(default_factory=dict)
+    registry: anyio.Lock = field(default_factory=anyio.Lock)
 
     def netns_path(self, network_id: str) -> str:
         """Return the path of a network's namespace."""
@@ -41,4 +50,18 @@ class Parts:
     def blueprint(self, network: Network) -> Blueprint:
         """Return what a network should be now."""
         nics = self.nics_due(network.network_id)
-        return draw(self.layout, self.settings, network, nics)
+        return draw(self.layout, self.settings, network, nics, self.policy(network, nics))
+
+    def network_rules(self, network: Network) -> NetworkRules:
+        """Return what the rules of a network are made from now."""
+        nics = self.nics_due(network.network_id)
+        policy = self.policy(network, nics)
+        return network_rules(self.layout, self.settings, network, nics, policy)
+
+    def policy(self, network: Network, nics: Sequence[Nic]) -> Policy:
+        """Return groups and exposures as they are in a network with these NICs."""
+        return policy_of(self.records, network.network_id, nics, self.uplinks(network))
+
+    def uplinks(self, network: Network) -> tuple[str, ...]:
+        """Return the addresses of the network's end of the uplink."""
+        return uplink_addresses(self.settings, network)

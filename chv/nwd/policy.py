@@ -1,0 +1,206 @@
+"""From records to what rules are made of: groups, exposures, what a NIC may do. Pure.
+
+An exposure's targets get new connections while they are attached and, where they are checked,
+healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+
+from chv.common.layout import Layout
+from chv.common.wire.nwd_policy import Exposure, HealthProtocol, SecurityRule
+from chv.nwd.nft.model import Backend, Exposed, Group, NicRules, Rule
+from chv.nwd.records import ExposureRow, GroupRow, Nic, Records, Wanted
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the rules of one network hold beside its NICs.
+
+    `virtual`: addresses of its subnets that exposures have and no NIC.
+    """
+
+    groups: Sequence[Group] = ()
+    exposures: Sequence[Exposed] = ()
+    virtual: Sequence[str] = ()
+
+
+NOTHING = Policy()
+
+
+def policy_of(
+    records: Records, network_id: str, nics: Sequence[Nic], uplinks: Sequence[str]
+) -> Policy:
+    """Return the policy of a network with these NICs and these addresses of its uplink."""
+    rows = sorted(
+        (row for row in records.exposures_of(network_id) if row.wanted is Wanted.PRESENT),
+        key=lambda row: row.exposure.exposure_id,
+    )
+    by_id = {nic.nic_id: nic for nic in nics}
+    return Policy(
+        groups=groups_of(records.groups, nics),
+        exposures=[exposed(row, by_id, uplinks) for row in rows],
+        virtual=_virtual(rows, records, network_id),
+    )
+
+
+def nic_rules(layout: Layout, nic: Nic) -> NicRules:
+    """Return what the rules need to know of a NIC."""
+    return NicRules(
+        nic_id=nic.nic_id,
+        tap=layout.tap(nic.nic_id),
+        mac=nic.mac,
+        addresses=nic.addresses,
+        guest_ports=tuple(nic.guest_ports),
+        groups=tuple(nic.groups),
+        connections_max=nic.connections_max,
+        public=nic.public_address,
+    )
+
+
+# --- groups
+def groups_of(rows: Mapping[str, GroupRow], nics: Iterable[Nic]) -> list[Group]:
+    """Return the groups that NICs are members of, and those that their rules name."""
+    members = {uid for nic in nics for uid in nic.groups if uid in rows}
+    named = {uid for member in members for uid in peers_of(rows[member]) if uid in rows}
+    return [group_of(rows[uid]) for uid in sorted(members | named)]
+
+
+def peers_of(row: GroupRow) -> set[str]:
+    """Return the groups that the rules of a group name."""
+    return {uid for rule in row.group.rules for uid in rule.groups}
+
+
+def group_of(row: GroupRow) -> Group:
+    """Return a group as the rules see it."""
+    group = row.group
+    return Group(group.group_id, tuple(rule_of(rule) for rule in group.rules), group.log_dropped)
+
+
+def rule_of(rule: SecurityRule) -> Rule:
+    """Return one rule as the rules see it."""
+    return Rule(
+        direction=rule.direction,
+        protocol=rule.protocol,
+        ports=tuple(ports_of(text) for text in rule.ports),
+        cidrs=tuple(rule.cidrs),
+        groups=tuple(rule.groups),
+        rate=rule.rate,
+        connections_max=rule.connections_max,
+        log=rule.log,
+    )
+
+
+def ports_of(text: str) -> tuple[int, int]:
+    """Return first and last of `80` or `80-90`."""
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
+
+
+# --- exposures
+def exposed(row: ExposureRow, nics: Mapping[str, Nic], uplinks: Sequence[str]) -> Exposed:
+    """Return an exposure as the namespace sees it."""
+    exposure = row.exposure
+    addresses = inner_addresses(row, uplinks)
+    families = {family(text) for text in addresses}
+    ready = [nics[uid] for uid in exposure.targets if uid in nics and takes_new(row, uid)]
+    return Exposed(
+        exposure_id=exposure.exposure_id,
+        protocol=exposure.protocol,
+        addresses=addresses,
+        ports=(exposure.port, exposure.port_end or exposure.port),
+        sources=tuple(exposure.sources),
+        backends=tuple(
+            Backend(address, 0 if exposure.port_end else exposure.target_port)
+            for nic in ready
+            for address in nic.addresses
+            if family(address) in families
+        ),
+        algorithm=exposure.algorithm,
+        checks=_checks(exposure, nics),
+    )
+
+
+def _checks(exposure: Exposure, nics: Mapping[str, Nic]) -> tuple[Backend, ...]:
+    if exposure.health.protocol is HealthProtocol.NONE:
+        return ()
+    checked = [nics[uid] for uid in exposure.targets if uid in nics]
+    return tuple(
+        Backend(checked_address(exposure, nic), checked_port(exposure)) for nic in checked
+    )
+
+
+def inner_addresses(row: ExposureRow, uplinks: Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses that clients of it meet in the namespace.
+
+    What comes to an address of the node arrives at the uplink's of the same family.
+    """
+    families = {family(text) for text in row.host_addresses}
+    arriving = [text for text in uplinks if family(text) in families]
+    return (*row.exposure.addresses, *arriving)
+
+
+def takes_new(row: ExposureRow, nic_id: str) -> bool:
+    """Tell whether a target may get new connections, as far as checks say."""
+    if row.exposure.health.protocol is HealthProtocol.NONE:
+        return True
+    health = row.health.get(nic_id)
+    return health is not None and health.healthy
+
+
+def checked_port(exposure: Exposure) -> int:
+    """Return the port that checks go to."""
+    return exposure.health.port or exposure.target_port or exposure.port
+
+
+def checked_address(exposure: Exposure, nic: Nic) -> str:
+    """Return the address that checks go to: IPv4 unless clients have IPv6 alone."""
+    is_v6 = all(family(text) == 6 for text in exposure.addresses)
+    return nic.address6 if is_v6 and nic.address6 else nic.address
+
+
+def family(address: str) -> int:
+    """Return 4 or 6."""
+    return ip_address(address).version
+
+
+def _virtual(rows: Iterable[ExposureRow], records: Records, network_id: str) -> list[str]:
+    network = records.networks.get(network_id)
+    if network is None:
+        return []
+    texts = (network.topology.subnet, network.topology.subnet6)
+    subnets = [ip_network(text) for text in texts if text]
+    addresses = {text for row in rows for text in row.exposure.addresses}
+    return sorted(text for text in addresses if any(ip_address(text) in net for net in subnets))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class HostExposed:
+    """What the host's table sends to a network: `address:first-last` to the uplink's address."""
+
+    protocol: str
+    address: str
+    first: int
+    last: int
+    uplink: str
+
+
+def host_exposed(rows: Iterable[ExposureRow], uplinks: Sequence[str]) -> list[HostExposed]:
+    """Return what the host sends to a network that has these exposures and uplink addresses."""
+    return sorted(
+        HostExposed(
+            row.exposure.protocol.value,
+            address,
+            row.exposure.port,
+            row.exposure.port_end or row.exposure.port,
+            uplink,
+        )
+        for row in rows
+        if row.wanted is Wanted.PRESENT
+        for address in row.host_addresses
+        for uplink in uplinks
+        if family(uplink) == family(address)
+    )

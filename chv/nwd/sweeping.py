@@ -1,0 +1,171 @@
+"""What follows when rules stand: connections that they do not allow end, and it is recorded.
+
+What is due is in the records (groups that are pending here, NICs whose groups changed, footprints
+of exposures, targets that drained), so a kill before or after is made good by the next pass. The
+caller holds the network's lock, and the network's rules are those of the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio.to_thread
+import msgspec
+
+from chv.common import logs
+from chv.common.failpoint import failpoint
+from chv.common.wire.nwd_policy import Existing
+from chv.nwd import allowing, policy
+from chv.nwd.kernel import conntrack, netns
+from chv.nwd.kernel.conntrack import Connection
+from chv.nwd.nft.model import Exposed
+from chv.nwd.parts import Parts
+from chv.nwd.records import Drain, ExposureRow, GroupRow, Network, Nic, Wanted
+
+log = logs.get(__name__)
+Unwanted = Callable[[Connection], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """What is to be done in one network."""
+
+    groups: Sequence[GroupRow]
+    nics: Sequence[Nic]
+    exposures: Sequence[ExposureRow]
+
+
+async def settle(parts: Parts, network: Network, verb: str, now_s: float) -> None:
+    """Do and record what is due in a network."""
+    due = _due(parts, network.network_id, now_s)
+    if not (due.groups or due.nics or due.exposures):
+        return
+    await failpoint(f"nwd.{verb}.before_sweep")
+    await _end(parts, network, due, now_s)
+    await failpoint(f"nwd.{verb}.after_sweep")
+    for row in due.nics:
+        await parts.records.put_nic(msgspec.structs.replace(row, unswept=False))
+    for exposure in due.exposures:
+        await _exposure_done(parts, exposure, now_s)
+    async with parts.registry:
+        for group in due.groups:
+            await _group_done(parts, group, network.network_id)
+
+
+def _due(parts: Parts, network_id: str, now_s: float) -> _Due:
+    records = parts.records
+    return _Due(
+        groups=[row for row in records.groups.values() if network_id in row.pending],
+        nics=[nic for nic in parts.nics_due(network_id) if nic.unswept],
+        exposures=[
+            row
+            for row in records.exposures_of(network_id)
+            if row.sweeps or row.wanted is Wanted.REMOVED or over(parts, row, now_s)
+        ],
+    )
+
+
+def over(parts: Parts, row: ExposureRow, now_s: float) -> list[Drain]:
+    """Return the targets of an exposure whose time is over."""
+    return [
+        drain for drain in row.draining if drain.end_s <= now_s or drain.boot_id != parts.boot_id
+    ]
+
+
+# --- what ends
+async def _end(parts: Parts, network: Network, due: _Due, now_s: float) -> None:
+    inner = [
+        *_of_groups(parts, network, due),
+        *(each for row in due.exposures for each in _of_exposure(parts, network, row, now_s)),
+    ]
+    host = [each for row in due.exposures for each in _on_host(parts, network, row)]
+    ended = 0
+    if inner:
+        path = parts.netns_path(network.network_id)
+        ended += await netns.inside(path, lambda: conntrack.end(_any(inner)))
+    if host:
+        ended += await anyio.to_thread.run_sync(conntrack.end, _any(host))
+    if ended:
+        log.info("connections_ended", network_id=network.network_id, connections=ended)
+
+
+def _any(unwanted: Sequence[Unwanted]) -> Unwanted:
+    return lambda connection: any(each(connection) for each in unwanted)
+
+
+def _of_groups(parts: Parts, network: Network, due: _Due) -> list[Unwanted]:
+    changed = {row.group.group_id for row in due.groups if row.existing is Existing.DROP}
+    concerned = {
+        address
+        for nic in parts.nics_due(network.network_id)
+        if nic.unswept or changed & set(nic.groups)
+        for address in nic.addresses
+    }
+    if not concerned:
+        return []
+    judge = allowing.Judge(parts.network_rules(network))
+    return [lambda each: bool(each.ends & concerned) and not judge.permits(each)]
+
+
+def _now(parts: Parts, network: Network, row: ExposureRow) -> Exposed:
+    nics = {nic.nic_id: nic for nic in parts.nics_due(network.network_id)}
+    return policy.exposed(row, nics, parts.uplinks(network))
+
+
+def _of_exposure(
+    parts: Parts, network: Network, row: ExposureRow, now_s: float
+) -> list[Unwanted]:
+    exposed = _now(parts, network, row)
+    now = exposed if row.wanted is Wanted.PRESENT else None
+    finished = over(parts, row, now_s)
+    drained = frozenset(address for drain in finished for address in drain.addresses)
+    draining = [drain for drain in row.draining if drain not in finished]
+    targets = frozenset(
+        address
+        for nic in parts.nics_due(network.network_id)
+        if nic.nic_id in row.exposure.targets
+        for address in nic.addresses
+    ).union(address for drain in draining for address in drain.addresses)
+    unwanted: list[Unwanted] = []
+    if drained - targets:
+        unwanted.append(lambda each: allowing.is_drained(each, exposed, drained - targets))
+    if row.sweeps:
+        unwanted.append(
+            lambda each: any(
+                allowing.is_stray(each, footprint, now, targets) for footprint in row.sweeps
+            )
+        )
+    return unwanted
+
+
+def _on_host(parts: Parts, network: Network, row: ExposureRow) -> list[Unwanted]:
+    footprints = [each for each in row.sweeps if each.host_addresses]
+    if not footprints:
+        return []
+    now = _now(parts, network, row) if row.wanted is Wanted.PRESENT else None
+    return [
+        lambda each: any(
+            allowing.is_stray_on_host(each, footprint, row.host_addresses, now)
+            for footprint in footprints
+        )
+    ]
+
+
+# --- what is recorded
+async def _exposure_done(parts: Parts, row: ExposureRow, now_s: float) -> None:
+    """Forget what was due; an exposure that is withdrawn goes as a whole."""
+    if row.wanted is Wanted.REMOVED:
+        await parts.records.drop_exposure(row)
+        return
+    finished = over(parts, row, now_s)
+    draining = [drain for drain in row.draining if drain not in finished]
+    await parts.records.put_exposure(msgspec.structs.replace(row, sweeps=[], draining=draining))
+
+
+async def _group_done(parts: Parts, row: GroupRow, network_id: str) -> None:
+    current = parts.records.groups.get(row.group.group_id)
+    if current is None or current.generation != row.generation:
+        return  # changed meanwhile: its own pass comes
+    pending = [each for each in current.pending if each != network_id]
+    await parts.records.put_group(msgspec.structs.replace(current, pending=pending))
