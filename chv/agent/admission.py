@@ -13,7 +13,9 @@ import msgspec
 
 from chv.agent.admission_rules import check_change, check_references, check_shared
 from chv.agent.context import Context
-from chv.agent.records import Change, PutObject, StoredObject, VmFacts
+from chv.agent.network.admission import check_exposed
+from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VmFacts
+from chv.agent.references import references, referrers
 from chv.agent.tables import Tables
 from chv.common.errors import (
     Conflict,
@@ -24,6 +26,7 @@ from chv.common.errors import (
 from chv.common.wire.agent import AppliedObject
 from chv.common.wire.resources import (
     APPLY_ORDER,
+    Network,
     ObjectMeta,
     Resource,
     RunStrategy,
@@ -67,6 +70,7 @@ def admit(context: Context, resources: list[Resource], requester: str, reason: s
     for stored in future.after.values():
         check_references(stored, future.find)
     check_shared(tables, future.after, future.find)
+    check_exposed(tables, future.after, future.find)
     return future.admitted(requester, reason)
 
 
@@ -78,6 +82,7 @@ class _Future:
         self._tables = tables
         self._actions: list[tuple[StoredObject, str]] = []
         self.after: dict[str, StoredObject] = {}  # changed or new ones by uid
+        self._told: list[StoredObject] = []  # networks that say something else of their NICs
         self._slots = {o.facts.slot for o in tables.objects.values() if o.facts is not None}
 
     def add(self, resource: Resource) -> None:
@@ -99,6 +104,8 @@ class _Future:
             return
         check_change(self._tables, before, after)
         self._add(after, "configured")
+        if _tells_otherwise(before.resource, resource):
+            self._told.append(after)
 
     def find(self, kind: str, namespace: str, name: str) -> StoredObject | None:
         """Return the object as it will be."""
@@ -108,7 +115,7 @@ class _Future:
         return self._tables.find(kind, namespace, name)
 
     def admitted(self, requester: str, reason: str) -> Admitted:
-        changes: list[Change] = []
+        changes: list[Change] = list(self._new_nics())
         results = []
         for stored, action in self._actions:
             metadata = stored.resource.metadata
@@ -133,6 +140,19 @@ class _Future:
                 )
             )
         return Admitted(tuple(changes), tuple(results), tuple(self.after.values()))
+
+    def _new_nics(self) -> list[PutFacts]:
+        """VMs that do not change, yet of whose NICs something else is to be told."""
+        found = {
+            vm.uid: vm.facts
+            for network in self._told
+            for vm in referrers(self._tables, network.key)
+            if vm.facts is not None and vm.uid not in self.after
+        }
+        return [
+            PutFacts(uid=uid, facts=_replace(facts, nic_generation=facts.nic_generation + 1))
+            for uid, facts in found.items()
+        ]
 
     def _add(self, stored: StoredObject, action: str) -> None:
         self.after[stored.uid] = stored
@@ -211,21 +231,31 @@ class _Future:
             return before
         metadata = _replace(metadata, resource_version=self._revision())
         made = _replace(resource, metadata=metadata, status=before.resource.status)
-        return _replace(before, resource=made, facts=_facts_after(before, made))
+        named = {reference.key for reference in references(made)}
+        told = any(network.key in named for network in self._told)
+        facts = _facts_after(before, made, new_nics=told)
+        return _replace(before, resource=made, facts=facts)
 
 
-def _facts_after(before: StoredObject, after: Resource) -> VmFacts | None:
+def _tells_otherwise(before: Resource, after: Resource) -> bool:
+    """Tell whether a network now serves metadata of its NICs, or no longer does."""
+    if not isinstance(before, Network) or not isinstance(after, Network):
+        return False
+    return before.spec.metadata is not after.spec.metadata
+
+
+def _facts_after(before: StoredObject, after: Resource, *, new_nics: bool) -> VmFacts | None:
     """A new spec takes back that the node gave up; changed interfaces are a new NIC generation."""
     facts = before.facts
     if facts is None or not isinstance(after, VirtualMachine):
         return None
     assert isinstance(before.resource, VirtualMachine)
-    if before.resource.spec == after.spec:
-        return facts
-    strategy = after.spec.run_strategy
     generation = facts.nic_generation
-    if _nic_part(before.resource) != _nic_part(after):
-        generation = after.metadata.generation
+    if new_nics or _nic_part(before.resource) != _nic_part(after):
+        generation = max(generation + 1, after.metadata.generation)
+    if before.resource.spec == after.spec:
+        return _replace(facts, nic_generation=generation)
+    strategy = after.spec.run_strategy
     halted = strategy is RunStrategy.HALTED
     return _replace(
         facts,
@@ -239,7 +269,7 @@ def _facts_after(before: StoredObject, after: Resource) -> VmFacts | None:
 
 def _nic_part(vm: VirtualMachine) -> object:
     spec = vm.spec
-    return (spec.interfaces, spec.guest_ports, spec.cloud_init.hostname)
+    return (spec.interfaces, spec.guest_ports, spec.cloud_init)
 
 
 def _running(strategy: RunStrategy) -> RunStrategy:

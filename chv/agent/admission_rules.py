@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Iterable
 
 import msgspec
 
+from chv.agent.network.admission import (
+    check_exposure,
+    check_interfaces_change,
+    check_network_change,
+    check_on_network,
+    guest_addresses,
+)
 from chv.agent.records import StoredObject
+from chv.agent.references import holders as holders_of
 from chv.agent.references import references, referrers
 from chv.agent.tables import Tables
 from chv.common.errors import FailedPrecondition, InUse, InvalidArgument
 from chv.common.names import shown
 from chv.common.quantity import format_bytes, parse_bytes
 from chv.common.wire.resources import (
+    Exposure,
     Image,
     Network,
     Resource,
+    SecurityGroup,
     VirtualMachine,
     Volume,
     VolumeAccessMode,
@@ -35,7 +44,15 @@ def check_change(tables: Tables, before: StoredObject, after: StoredObject) -> N
         case Volume() as old, Volume() as new:
             _check_volume(tables, before, old, new)
         case Network() as old_network, Network() as new_network:
-            _check_network(tables, before, old_network, new_network)
+            for field in ("subnet", "gateway", "subnet6"):
+                was, now = getattr(old_network.spec, field), getattr(new_network.spec, field)
+                _refuse_changed(before, f"spec.{field}", was, now)
+            check_network_change(tables, before, new_network)
+        case Exposure() as old_exposure, Exposure() as new_exposure:
+            was, now = old_exposure.spec.network, new_exposure.spec.network
+            _refuse_changed(before, "spec.network", was, now)
+        case SecurityGroup(), SecurityGroup():
+            pass  # all of it changes at once
         case VirtualMachine() as old_vm, VirtualMachine() as new_vm:
             _check_vm(tables, before, old_vm, new_vm)
         case Image() as old_image, Image() as new_image:
@@ -66,6 +83,8 @@ def check_references(stored: StoredObject, find: Find) -> None:
                 hint="wait until it is gone, then apply both",
             )
         _check_referred(stored, reference.field, found.resource)
+    if isinstance(stored.resource, Exposure):
+        check_exposure(stored, find)
 
 
 def check_shared(tables: Tables, after: dict[str, StoredObject], find: Find) -> None:
@@ -88,7 +107,7 @@ def check_shared(tables: Tables, after: dict[str, StoredObject], find: Find) -> 
 
 def check_delete(tables: Tables, stored: StoredObject) -> None:
     """Refuse to delete what an object still needs that is not being deleted itself."""
-    holders = [holder for holder in referrers(tables, stored.key) if not _leaves(holder)]
+    holders = [holder for holder in holders_of(tables, stored.key) if not _leaves(holder)]
     if holders:
         names = ", ".join(holder.title for holder in holders[:5])
         raise InUse(
@@ -159,25 +178,6 @@ def _check_move(tables: Tables, before: StoredObject, field: str) -> None:
         )
 
 
-def _check_network(tables: Tables, before: StoredObject, old: Network, new: Network) -> None:
-    _refuse_changed(before, "spec.subnet", old.spec.subnet, new.spec.subnet)
-    _refuse_changed(before, "spec.gateway", old.spec.gateway, new.spec.gateway)
-    running = _running(tables, before)
-    if old.spec.mtu != new.spec.mtu and running:
-        # A guest has its MTU from its start and from DHCP: larger packets would vanish.
-        raise FailedPrecondition(
-            f"it changes only while no VM runs on it, and {running[0].title} does",
-            resource=before.title,
-            field="spec.mtu",
-            hint=f"chv stop {running[0].key[2]}, then apply again",
-        )
-
-
-def _running(tables: Tables, stored: StoredObject) -> list[StoredObject]:
-    """Return the VMs that refer to an object and have a VMM."""
-    return [vm for vm in referrers(tables, stored.key) if vm.uid in tables.workers]
-
-
 def _check_image(tables: Tables, before: StoredObject, old: Image, new: Image) -> None:
     if old.spec == new.spec:
         return
@@ -202,17 +202,14 @@ def _check_vm(
     if before.uid not in tables.workers:
         return
     _check_disks(before, old, new)
-    for field, was, now in (
-        ("spec.interfaces", old.spec.interfaces, new.spec.interfaces),
-        ("spec.boot.image", old.spec.boot.image, new.spec.boot.image),
-    ):
-        if was != now:
-            raise FailedPrecondition(
-                "it cannot change while the VM runs",
-                resource=before.title,
-                field=field,
-                hint=f"chv stop {new.metadata.name}, then apply again",
-            )
+    check_interfaces_change(before, old, new)
+    if old.spec.boot.image != new.spec.boot.image:
+        raise FailedPrecondition(
+            "it cannot change while the VM runs",
+            resource=before.title,
+            field="spec.boot.image",
+            hint=f"chv stop {new.metadata.name}, then apply again",
+        )
 
 
 def _check_disks(before: StoredObject, old: VirtualMachine, new: VirtualMachine) -> None:
@@ -272,14 +269,7 @@ def _exclusive(resource: Resource, find: Find) -> Iterable[tuple[str, tuple[str,
         if _is_only_read(find("Volume", namespace, disk.volume)):
             continue
         yield field, ("volume", namespace, disk.volume), f"volume {disk.volume!r}"
-    for index, nic in enumerate(resource.spec.interfaces):
-        place = f"{namespace}/{nic.network}"
-        if nic.address:
-            field = f"spec.interfaces[{index}].address"
-            yield field, ("address", place, nic.address), f"address {nic.address}"
-        if nic.mac:
-            field = f"spec.interfaces[{index}].mac"
-            yield field, ("mac", place, str(nic.mac)), f"MAC address {nic.mac}"
+    yield from guest_addresses(resource)
 
 
 def _is_only_read(stored: StoredObject | None) -> bool:
@@ -303,7 +293,7 @@ def _check_referred(stored: StoredObject, field: str, found: Resource) -> None:
                 hint="leave spec.boot.image empty to boot from the first disk",
             )
     if isinstance(found, Network) and isinstance(stored.resource, VirtualMachine):
-        _check_address(stored, found, field)
+        check_on_network(stored, found, field)
     if isinstance(found, Volume):
         _check_reader(stored, found, field)
     if isinstance(found, VolumeSnapshot) and isinstance(stored.resource, Volume):
@@ -352,22 +342,3 @@ def _check_clone(stored: StoredObject, clone: Volume, snapshot: VolumeSnapshot) 
             field="spec.size",
             hint=f"at least {format_bytes(part.size_bytes)}",
         )
-
-
-def _check_address(stored: StoredObject, network: Network, field: str) -> None:
-    assert isinstance(stored.resource, VirtualMachine)
-    subnet = ipaddress.IPv4Network(network.spec.subnet)
-    for index, nic in enumerate(stored.resource.spec.interfaces):
-        where = f"spec.interfaces[{index}]"
-        if not nic.address or not field.startswith(f"{where}."):
-            continue
-        address = ipaddress.IPv4Address(nic.address)
-        gateway = network.spec.gateway or str(subnet.network_address + 1)
-        taken = {str(subnet.network_address), str(subnet.broadcast_address), gateway}
-        if address not in subnet or nic.address in taken:
-            raise InvalidArgument(
-                f"{nic.address} is not a guest address of {subnet}",
-                resource=stored.title,
-                field=f"{where}.address",
-                hint="leave it empty to have one chosen",
-            )

@@ -21,6 +21,7 @@ async def finish_delete(context: Context, uid: str) -> None:
     context.seen_at.pop(uid, None)
     context.encoded.pop(uid, None)
     context.wake_referred(stored)
+    context.wake_referrers(stored)
     for dependent in _dependents(context, stored):
         context.wake(dependent.uid)
 

@@ -20,7 +20,7 @@ from chv.agent.references import references, referrers
 from chv.agent.starts import StartQueue
 from chv.common.clock import timestamp
 from chv.common.rpc import Method
-from chv.common.wire import nwd, stord
+from chv.common.wire import nwd, nwd_policy, stord
 from chv.common.wire.resources import Resource
 from chv.common.wire.types import CallMeta, Empty
 
@@ -55,6 +55,8 @@ class Context:
         self.volumes = Listing(lambda: self.stord.call(stord.LIST_VOLUMES, Empty()))
         self.sessions = Listing(lambda: self.stord.call(stord.LIST_SESSIONS, Empty()))
         self.networks = Listing(lambda: self.nwd.call(nwd.LIST_NETWORKS, Empty()))
+        self.groups = Listing(lambda: self.nwd.call(nwd_policy.LIST_GROUPS, Empty()))
+        self.exposures = Listing(lambda: self.nwd.call(nwd_policy.LIST_EXPOSURES, Empty()))
         self.nics = Listing(lambda: self.nwd.call(nwd.LIST_NICS, Empty()))
         self.freezing: set[str] = set()  # VMs whose guest is frozen by somebody who will thaw it
         self.encoded: dict[str, tuple[Resource, msgspec.Raw]] = {}  # objects as JSON, by uid

@@ -22,6 +22,8 @@ from chv.agent.image.reconciler import ImageReconciler
 from chv.agent.keys import Keys
 from chv.agent.ledger import Ledger
 from chv.agent.mutations import Mutations
+from chv.agent.network.exposures import ExposureReconciler
+from chv.agent.network.groups import GroupReconciler
 from chv.agent.network.reconciler import NetworkReconciler
 from chv.agent.ports import OnProgress, World
 from chv.agent.queries import VmAccess
@@ -42,6 +44,8 @@ RECONCILERS: dict[str, Callable[[Context, str], Reconciler]] = {
     "Volume": VolumeReconciler,
     "VolumeSnapshot": SnapshotReconciler,
     "Network": NetworkReconciler,
+    "SecurityGroup": GroupReconciler,
+    "Exposure": ExposureReconciler,
     "Image": ImageReconciler,
 }
 

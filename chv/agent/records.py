@@ -16,10 +16,12 @@ from chv.agent.ports import VmmSelection
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState, OperationStep, VolumeVerb
 from chv.common.wire.resources import (
+    ExposureStatus,
     ImageStatus,
     NetworkStatus,
     Resource,
     RunStrategy,
+    SecurityGroupStatus,
     VirtualMachineSpec,
     VirtualMachineStatus,
     VolumeSnapshotStatus,
@@ -28,12 +30,22 @@ from chv.common.wire.resources import (
 from chv.common.wire.types import FrozenMeta
 from chv.vmm.driver import VmmConfig
 
-Status = VirtualMachineStatus | VolumeStatus | VolumeSnapshotStatus | NetworkStatus | ImageStatus
+Status = (
+    VirtualMachineStatus
+    | VolumeStatus
+    | VolumeSnapshotStatus
+    | NetworkStatus
+    | SecurityGroupStatus
+    | ExposureStatus
+    | ImageStatus
+)
 STATUS_TYPES: dict[str, type[Status]] = {
     "VirtualMachine": VirtualMachineStatus,
     "Volume": VolumeStatus,
     "VolumeSnapshot": VolumeSnapshotStatus,
     "Network": NetworkStatus,
+    "SecurityGroup": SecurityGroupStatus,
+    "Exposure": ExposureStatus,
     "Image": ImageStatus,
 }
 FINAL_STATES = frozenset(
@@ -120,11 +132,30 @@ class SnapshotFacts(Record):
     cancelling: bool = False  # the deletion is to be taken back
 
 
-Facts = VmFacts | VolumeFacts | SnapshotFacts
+class SentFacts(Record):
+    """What nwd was last asked to make of a group or an exposure, recorded before it is asked.
+
+    Names in a spec lead to other uids when what they name is deleted and made again, without a
+    change of the spec: so nwd gets generations of their own, each for one content.
+    """
+
+    generation: int = 0
+    digest: str = ""
+
+
+Facts = VmFacts | VolumeFacts | SnapshotFacts | SentFacts
 FACTS_TYPES: dict[str, type[Facts]] = {
     "VirtualMachine": VmFacts,
     "Volume": VolumeFacts,
     "VolumeSnapshot": SnapshotFacts,
+    "SecurityGroup": SentFacts,
+    "Exposure": SentFacts,
+}
+_FACTS_FIELDS: dict[type[Facts], str] = {
+    VmFacts: "facts",
+    VolumeFacts: "volume_facts",
+    SnapshotFacts: "snapshot_facts",
+    SentFacts: "sent_facts",
 }
 # Verbs on volumes run beside the operation that makes the object as wanted.
 SIDE_VERBS = frozenset(verb.value for verb in VolumeVerb)
@@ -176,6 +207,7 @@ class StoredObject(Record):
     facts: VmFacts | None = None
     volume_facts: VolumeFacts | None = None
     snapshot_facts: SnapshotFacts | None = None
+    sent_facts: SentFacts | None = None
 
     @property
     def uid(self) -> str:
@@ -237,7 +269,7 @@ class PutStatus(Record):
 
 
 class PutFacts(Record):
-    """Store the facts of a VM, volume or snapshot. Gone: NotFound."""
+    """Store the facts of an object whose kind has some. Gone: NotFound."""
 
     uid: str
     facts: Facts
@@ -343,13 +375,12 @@ class AgentStore(Protocol):
 
 def with_facts(stored: StoredObject, facts: Facts) -> StoredObject:
     """Return the object with other facts, which must be those of its kind."""
-    field = {VmFacts: "facts", VolumeFacts: "volume_facts", SnapshotFacts: "snapshot_facts"}
-    return msgspec.structs.replace(stored, **{field[type(facts)]: facts})
+    return msgspec.structs.replace(stored, **{_FACTS_FIELDS[type(facts)]: facts})
 
 
 def all_facts(stored: StoredObject) -> Facts | None:
     """Return the facts of the object, whatever its kind."""
-    return stored.facts or stored.volume_facts or stored.snapshot_facts
+    return stored.facts or stored.volume_facts or stored.snapshot_facts or stored.sent_facts
 
 
 def is_side(operation: Operation) -> bool:

@@ -8,7 +8,9 @@ from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
 from chv.common.wire.resources import (
     CloneModeName,
+    Exposure,
     Resource,
+    SecurityGroup,
     VirtualMachine,
     Volume,
     VolumeSnapshot,
@@ -19,10 +21,14 @@ Key = tuple[str, str, str]  # kind, namespace, name
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A field of one object that names another."""
+    """A field of one object that names another.
+
+    `holds`: the other is in use. Else it may go: whoever names it is told and does without it.
+    """
 
     field: str
     key: Key
+    holds: bool = True
 
 
 def references(resource: Resource) -> list[Reference]:
@@ -34,18 +40,34 @@ def references(resource: Resource) -> list[Reference]:
             return _of_volume(resource)
         case VolumeSnapshot():
             return _of_snapshot(resource)
+        case SecurityGroup():
+            return _of_group(resource)
+        case Exposure():
+            return _of_exposure(resource)
         case _:
             return []
 
 
 def referrers(tables: Tables, key: Key) -> list[StoredObject]:
-    """Return the objects that refer to `key`."""
+    """Return the objects that name `key`."""
+    return _naming(tables, key, held_only=False)
+
+
+def holders(tables: Tables, key: Key) -> list[StoredObject]:
+    """Return the objects that name `key` and cannot do without it."""
+    return _naming(tables, key, held_only=True)
+
+
+def _naming(tables: Tables, key: Key, *, held_only: bool) -> list[StoredObject]:
     namespace = key[1]
     return [
         stored
         for stored in tables.objects.values()
         if stored.resource.metadata.namespace == namespace
-        and any(reference.key == key for reference in references(stored.resource))
+        and any(
+            each.key == key and (each.holds or not held_only)
+            for each in references(stored.resource)
+        )
     ]
 
 
@@ -60,6 +82,31 @@ def _of_vm(vm: VirtualMachine) -> list[Reference]:
     for index, interface in enumerate(vm.spec.interfaces):
         key = ("Network", namespace, interface.network)
         found.append(Reference(f"spec.interfaces[{index}].network", key))
+        for number, group in enumerate(interface.security_groups):
+            field = f"spec.interfaces[{index}].securityGroups[{number}]"
+            found.append(Reference(field, ("SecurityGroup", namespace, group)))
+    return found
+
+
+def _of_group(group: SecurityGroup) -> list[Reference]:
+    """Groups name each other and themselves: a rule without its peer allows less, and no more."""
+    namespace, found = group.metadata.namespace, []
+    for direction in ("ingress", "egress"):
+        for index, rule in enumerate(getattr(group.spec, direction)):
+            for number, name in enumerate(rule.security_groups):
+                field = f"spec.{direction}[{index}].securityGroups[{number}]"
+                key = ("SecurityGroup", namespace, name)
+                found.append(Reference(field, key, holds=False))
+    return found
+
+
+def _of_exposure(exposure: Exposure) -> list[Reference]:
+    """It outlives its targets: those that are gone are shown as absent."""
+    namespace, spec = exposure.metadata.namespace, exposure.spec
+    found = [Reference("spec.network", ("Network", namespace, spec.network))]
+    for index, target in enumerate(spec.targets):
+        key = ("VirtualMachine", namespace, target.virtual_machine)
+        found.append(Reference(f"spec.targets[{index}].virtualMachine", key, holds=False))
     return found
 
 

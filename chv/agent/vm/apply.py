@@ -31,6 +31,7 @@ from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_
 from chv.agent.vm.ending import forget_worker
 from chv.agent.vm.journal import NAMES, title
 from chv.agent.vm.ladder import Ladder
+from chv.agent.vm.nics import attach_request, hostname_of
 from chv.agent.vm.observe import Memory, Sight, observe
 from chv.common.errors import Conflict, FailedPrecondition, NotFound
 from chv.common.failpoint import failpoint
@@ -210,18 +211,12 @@ class Applier:
         nic = next((nic for nic in desired.nics if nic.nic_id == nic_id), None)
         if nic is None:
             raise Conflict("the interface is not wanted any more", resource=nic_id)
-        spec = next(each for each in self._vm.spec.interfaces if each.name == nic.name)
-        slot = facts_of(self._stored).slot
-        request = nwd.AttachVmNic(
-            meta=self._context.meta(self._operation_id, nic.generation),
-            nic_id=nic_id,
-            vm_id=self._uid,
-            network_id=nic.network_uid,
-            hostname=self._vm.spec.cloud_init.hostname or self._vm.metadata.name,
-            mac=spec.mac,
-            address=spec.address,
-            owner_uid=self._context.world.layout.vmm_uid(slot),
-            guest_ports=self._vm.spec.guest_ports,
+        request = attach_request(
+            self._context.ledger.tables,
+            self._vm,
+            nic,
+            self._context.meta(self._operation_id, nic.generation),
+            self._context.world.layout.vmm_uid(facts_of(self._stored).slot),
         )
         await self._context.nwd.call(nwd.ATTACH_NIC, request)
         self._context.wake(nic.network_uid)
@@ -231,7 +226,7 @@ class Applier:
         known = {nic.nic_id: nic for nic in (await self._context.nics.fresh()).nics}
         cloud_init = self._vm.spec.cloud_init
         request = SeedRequest(
-            hostname=cloud_init.hostname or self._vm.metadata.name,
+            hostname=hostname_of(self._vm),
             ssh_authorized_keys=tuple(cloud_init.ssh_authorized_keys),
             user_data=cloud_init.user_data,
             nics=tuple(

@@ -146,9 +146,18 @@ def _nics(tables: Tables, vm: VirtualMachine, facts: VmFacts) -> tuple[DesiredNi
                 network_uid=network_uid,
                 network_generation=network.resource.metadata.generation if network else 0,
                 generation=facts.nic_generation,
+                groups=_groups(tables, vm, interface),
             )
         )
     return tuple(found)
+
+
+def _groups(
+    tables: Tables, vm: VirtualMachine, interface: InterfaceSpec
+) -> tuple[tuple[str, str], ...]:
+    namespace = vm.metadata.namespace
+    found = ((n, tables.find("SecurityGroup", namespace, n)) for n in interface.security_groups)
+    return tuple((name, group.uid if group is not None else "") for name, group in found)
 
 
 def first_nic(tables: Tables, stored: StoredObject) -> str:

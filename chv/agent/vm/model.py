@@ -38,6 +38,12 @@ class DesiredNic:
     network_uid: str
     network_generation: int
     generation: int  # of the NIC
+    groups: tuple[tuple[str, str], ...] = ()  # name and uid of each; uid '' where it is not there
+
+    @property
+    def group_uids(self) -> list[str]:
+        """Its groups as nwd knows them."""
+        return [uid for _, uid in self.groups]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +129,7 @@ class ObservedVm:
     nics: dict[str, ObservedNic] = field(default_factory=dict)  # of this VM
     volumes: dict[str, ObservedVolume] = field(default_factory=dict)  # that it wants
     networks: dict[str, int] = field(default_factory=dict)  # ready ones: generation
+    groups: frozenset[str] = frozenset()  # that nwd has
     storage_known: bool = True  # stord answered
     network_known: bool = True  # nwd answered
     image_ready: bool = True

@@ -96,6 +96,7 @@ async def observe(
             volumes={uid: _volume(info) for uid, info in storage.volumes.items()},
             nics={nic_id: _nic(info) for nic_id, info in network.nics.items()},
             networks=network.ready,
+            groups=network.groups,
             network_known=network.known,
             image_ready=not desired.boot_image or (image is not None and image.phase == "Ready"),
             selected=facts.selection is not None,
@@ -260,12 +261,15 @@ class _Network:
     known: bool = False
     nics: dict[str, NicInfo] = field(default_factory=dict)
     ready: dict[str, int] = field(default_factory=dict)
+    groups: frozenset[str] = frozenset()
 
 
 async def _network(context: Context, desired: DesiredVm) -> _Network:
     try:
         nics = await context.nics.fresh()
         networks = await context.networks.fresh() if desired.nics else None
+        grouped = any(nic.groups for nic in desired.nics)
+        groups = await context.groups.fresh() if grouped else None
     except ChvError:
         return _Network()
     seen = _Network(known=True)
@@ -274,6 +278,7 @@ async def _network(context: Context, desired: DesiredVm) -> _Network:
     for network in networks.networks if networks is not None else ():
         if network.network_id in wanted and network.status == "ready":
             seen.ready[network.network_id] = network.generation
+    seen.groups = frozenset(group.group_id for group in (groups.groups if groups else ()))
     return seen
 
 

@@ -12,19 +12,17 @@ from chv.agent.records import EndKind
 from chv.agent.vm.model import (
     Backend,
     DesiredDisk,
-    DesiredNic,
     DesiredVm,
     Life,
-    ObservedNic,
     ObservedVm,
     ObservedVolume,
     ObservedWorker,
 )
 from chv.agent.vm.plan_disks import detach_volumes, missing_disks, replug, volume_problem
+from chv.agent.vm.plan_nics import attach_nics, nics_blocked, nics_wait, unwanted_nics
 from chv.agent.vm.steps import (
     AdoptStep,
     AttachConsoleStep,
-    AttachNicStep,
     AwaitDisksStep,
     BootStep,
     CleanupStep,
@@ -88,8 +86,8 @@ def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     if desired.deleting:
         return _delete(observed)
     if not desired.running:
-        return [*detach_volumes(observed.attached), *_unwanted_nics(desired, observed)]
-    unwanted = [*_leftovers(desired, observed), *_unwanted_nics(desired, observed)]
+        return [*detach_volumes(observed.attached), *unwanted_nics(desired, observed)]
+    unwanted = [*_leftovers(desired, observed), *unwanted_nics(desired, observed)]
     blocked = _blocked(desired, observed)
     return unwanted + ([blocked] if blocked is not None else _start(desired, observed))
 
@@ -111,11 +109,6 @@ def _leftovers(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     return detach_volumes(observed.attached - wanted)
 
 
-def _unwanted_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
-    nics = {nic.nic_id for nic in desired.nics}
-    return [DetachNicStep(nic_id) for nic_id in sorted(observed.nics) if nic_id not in nics]
-
-
 def _is_behind(disk: DesiredDisk, volumes: dict[str, ObservedVolume]) -> bool:
     volume = volumes.get(disk.volume_uid)
     return volume is not None and volume.generation < disk.generation
@@ -135,12 +128,7 @@ def _blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
     full = _full(desired, observed)
     if full is not None:
         return WaitStep("VolumesReady", full.reason, full.message)
-    for nic in desired.nics:
-        ready = observed.networks.get(nic.network_uid)
-        if ready is None or ready < nic.network_generation:
-            message = f"network {nic.network} is not ready"
-            return WaitStep("NetworkReady", "NetworkNotReady", message)
-    return None
+    return nics_blocked(desired, observed)
 
 
 def _start(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
@@ -152,20 +140,8 @@ def _start(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
         steps += missing_disks(desired.disks, frozenset())
     else:
         steps += missing_disks(desired.disks, observed.attached)
-    steps += _nics(desired, observed)
+    steps += attach_nics(desired, observed)
     return [*steps, EnsureSeedStep(), SpawnStep(), AttachConsoleStep(), BootStep()]
-
-
-def _nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
-    return [
-        AttachNicStep(nic.nic_id)
-        for nic in desired.nics
-        if not _nic_is_right(nic, observed.nics.get(nic.nic_id))
-    ]
-
-
-def _nic_is_right(nic: DesiredNic, seen: ObservedNic | None) -> bool:
-    return seen is not None and seen.attached and seen.generation >= nic.generation
 
 
 def _after_end(observed: ObservedVm) -> list[Step]:
@@ -183,7 +159,7 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         return _recover(desired, observed, worker)
     if worker.state is VmmState.UNKNOWN:
         return [WaitStep("VMMRunning", "MonitorSilent", "the VMM does not answer", retry_s=2.0)]
-    steps = _nics(desired, observed) if observed.network_known else []
+    steps = attach_nics(desired, observed) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
     full = _full(desired, observed)
@@ -194,7 +170,14 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         return [*steps, full]
     if worker.frozen:
         steps.append(ThawStep())
-    return steps + replug(desired, observed, worker)
+    steps += replug(desired, observed, worker)
+    waits = nics_wait(desired, observed) if observed.network_known else None
+    # A plan ends with the first thing that it waits for.
+    return [*steps, waits] if waits is not None and not _waits(steps) else steps
+
+
+def _waits(steps: list[Step]) -> bool:
+    return bool(steps) and isinstance(steps[-1], WaitStep)
 
 
 def _run(worker: ObservedWorker, *, held: bool) -> list[Step]:

@@ -321,6 +321,7 @@ def _interfaces(picture: Picture) -> list[InterfaceStatus]:
                     network=nic.network,
                     mac=info.mac,
                     address=info.address,
+                    address6=info.address6,
                     tap=info.tap,
                 )
             )

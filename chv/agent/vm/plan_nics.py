@@ -1,0 +1,55 @@
+"""The planner's part about NICs: attach, change, detach, and what they wait for. Pure.
+
+A NIC is attached with all that it is: what it may reach is in force before a guest can use it. So
+its groups are made before, and a NIC whose groups are not there waits.
+"""
+
+from __future__ import annotations
+
+from chv.agent.vm.model import DesiredNic, DesiredVm, ObservedNic, ObservedVm
+from chv.agent.vm.steps import AttachNicStep, DetachNicStep, Step, WaitStep
+
+
+def unwanted_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    """Let nwd remove what an earlier spec wanted and this one does not."""
+    nics = {nic.nic_id for nic in desired.nics}
+    return [DetachNicStep(nic_id) for nic_id in sorted(observed.nics) if nic_id not in nics]
+
+
+def attach_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    """Bring the NICs to what is wanted, those that can be."""
+    return [
+        AttachNicStep(nic.nic_id)
+        for nic in desired.nics
+        if not _is_right(nic, observed.nics.get(nic.nic_id)) and not _problem(nic, observed)
+    ]
+
+
+def nics_wait(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
+    """Return what a NIC that is not as wanted waits for."""
+    for nic in desired.nics:
+        problem = _problem(nic, observed)
+        if problem and not _is_right(nic, observed.nics.get(nic.nic_id)):
+            return WaitStep("NetworkReady", "GroupNotReady", problem)
+    return None
+
+
+def nics_blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
+    """Return what a start has to wait for."""
+    for nic in desired.nics:
+        ready = observed.networks.get(nic.network_uid)
+        if ready is None or ready < nic.network_generation:
+            message = f"network {nic.network} is not ready"
+            return WaitStep("NetworkReady", "NetworkNotReady", message)
+    return nics_wait(desired, observed)
+
+
+def _problem(nic: DesiredNic, observed: ObservedVm) -> str:
+    for name, uid in nic.groups:
+        if uid not in observed.groups:
+            return f"security group {name} is not ready"
+    return ""
+
+
+def _is_right(nic: DesiredNic, seen: ObservedNic | None) -> bool:
+    return seen is not None and seen.attached and seen.generation >= nic.generation
