@@ -404,7 +404,7 @@ async def open_guest(node: Node, info: wire.NicInfo) -> AsyncIterator[Guest]:
     try:
         ip("-n", name, "link", "set", "lo", "up")
         inside(name, lambda: tap.make("eth0", 0))
-        inner = inside(name, lambda: tap.open_for_vmm("eth0"))
+        (inner,) = inside(name, lambda: tap.open_for_vmm("eth0"))
         ip("-n", name, "link", "set", "eth0", "address", info.mac, "mtu", str(info.mtu), "up")
         with _carried(fd, inner):
             yield Guest(name, info)
