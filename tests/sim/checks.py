@@ -6,6 +6,7 @@ checked by the fakes themselves at each effect.
 
 from __future__ import annotations
 
+from chv.agent.network.policy import wanted_exposure, wanted_group
 from chv.agent.records import FINAL_STATES, StoredObject
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import desired_vm, facts_of, vm_of, wants_to_run
@@ -30,6 +31,7 @@ def problems(machine: Machine, client: Client) -> list[str]:
         *_volumes(machine, tables),
         *_storage(machine, tables),
         *_networks(machine, tables),
+        *_policy(machine, tables),
         *_files(machine, tables),
     ]
 
@@ -191,6 +193,36 @@ def _networks(machine: Machine, tables: Tables) -> list[str]:
     taken = [nic.address for nic in nwd.nics.values()]
     if len(taken) != len(set(taken)):
         found.append("I6: an address has two owners")
+    return found
+
+
+def _policy(machine: Machine, tables: Tables) -> list[str]:
+    """Groups, exposures and what NICs are told are as the store says."""
+    found = []
+    nwd = machine.host.nwd
+    for stored in tables.of_kind("SecurityGroup"):
+        group = nwd.groups.get(stored.uid)
+        if group is None or group.group != wanted_group(tables, stored):
+            found.append(f"I3: {stored.title} is not as wanted: {group}")
+    for stored in tables.of_kind("Exposure"):
+        exposure = nwd.exposures.get(stored.uid)
+        if exposure is None or exposure.exposure != wanted_exposure(tables, stored):
+            found.append(f"I3: {stored.title} is not as wanted: {exposure}")
+    stored_groups = {stored.uid for stored in tables.of_kind("SecurityGroup")}
+    found += [f"I4: group {uid} is left" for uid in nwd.groups.keys() - stored_groups]
+    stored_exposures = {stored.uid for stored in tables.of_kind("Exposure")}
+    found += [f"I4: exposure {uid} is left" for uid in nwd.exposures.keys() - stored_exposures]
+    for stored in tables.of_kind("VirtualMachine"):
+        desired = desired_vm(tables, stored)
+        for nic in desired.nics if desired.running else ():
+            seen = nwd.nics.get(nic.nic_id)
+            network = nwd.networks.get(nic.network_uid)
+            if seen is None or network is None:
+                continue
+            if seen.groups != nic.group_uids:
+                found.append(f"I3: {nic.name} of {stored.title} is in {seen.groups}")
+            if (seen.metadata is not None) is not network.topology.metadata:
+                found.append(f"I3: {nic.name} of {stored.title} has metadata {seen.metadata}")
     return found
 
 

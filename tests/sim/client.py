@@ -30,7 +30,7 @@ from chv.common.wire.types import API_VERSION
 
 LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
 REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound)
-VMS, VOLUMES, NETWORKS = 3, 5, 2
+VMS, VOLUMES, NETWORKS, GROUPS = 3, 5, 2, 2
 ALONE = 4  # the volume that no VM has: what needs one at rest is done there as well
 PAUSES_S = (0.01, 0.3, 2.0, 8.0, 25.0)
 
@@ -40,6 +40,8 @@ class Client:
 
     def __init__(self, generator: random.Random, count: int) -> None:
         self._random = generator
+        self._policy = random.Random()  # draws of its own: others keep theirs
+        self._policy.setstate(generator.getstate())
         self._specs: dict[int, dict[str, Any]] = {}  # of the VMs, as applied last
         self._sizes: dict[int, int] = {}  # of the volumes in MiB, as applied last
         self._snapshots: dict[int, dict[str, Any]] = {}  # what is fixed at creation
@@ -71,6 +73,9 @@ class Client:
     async def _dispatch(self, engine: Engine, request: dict[str, Any], key: str) -> None:
         if "replug" in request:
             request = self._settled(engine, request)
+        if "regroup" in request:
+            request = self._regrouped(engine, request["regroup"])
+            self.requests[self.position] = request
         match request:
             case {"apply": objects}:
                 raw = [msgspec.Raw(msgspec.json.encode(each)) for each in objects]
@@ -110,9 +115,13 @@ class Client:
         objects = [_object("Image", "tiny", {"builtin": "tiny"})]
         objects += [self._network(n) for n in range(NETWORKS)]
         objects += [self._volume(n) for n in range(VOLUMES)]
+        objects += [self._group(n) for n in range(GROUPS)]
         return {"apply": [*objects, self._vm(0), self._vm(1)]}
 
     def _request(self) -> dict[str, Any]:
+        drawn = self._policy.random()
+        if drawn < 0.3:
+            return self._policy_request()
         drawn = self._random.random()
         vm = self._random.randrange(VMS)
         if drawn < 0.4:
@@ -146,11 +155,66 @@ class Client:
         objects = [_object("Image", "tiny", {"builtin": "tiny"})]
         objects += [self._network(n) for n in range(NETWORKS)]
         objects += [self._volume(n) for n in range(VOLUMES)]
+        objects += [self._group(n) for n in range(GROUPS)]
         chosen = objects if self._random.random() < 0.8 else []
         return [*chosen, self._vm(vm)]
 
     def _network(self, number: int) -> dict[str, Any]:
-        return _object("Network", f"net{number}", {"subnet": f"10.{number + 1}.0.0/24"})
+        spec: dict[str, Any] = {"subnet": f"10.{number + 1}.0.0/24"}
+        if self._policy.random() < 0.3:
+            spec["metadata"] = True
+        return _object("Network", f"net{number}", spec)
+
+    # --- groups, exposures
+
+    def _policy_request(self) -> dict[str, Any]:
+        number = self._policy.randrange(GROUPS)
+        match self._policy.choice(
+            ["group", "exposure", "exposure", "regroup", "network", "delete"]
+        ):
+            case "group":
+                return {"apply": [self._group(n) for n in range(GROUPS)]}
+            case "exposure":
+                return {"apply": [self._exposure(self._policy.randrange(NETWORKS))]}
+            case "network":
+                return {"apply": [self._network(self._policy.randrange(NETWORKS))]}
+            case "delete":
+                victims = [("SecurityGroup", f"sg{number}"), ("Exposure", f"exp{number}")]
+                return {"delete": self._policy.choice(victims)}
+        return {"regroup": self._policy.randrange(VMS)}
+
+    def _group(self, number: int) -> dict[str, Any]:
+        """Groups that name each other, as those of two tiers do."""
+        names = [f"sg{number}", f"sg{(number + 1) % GROUPS}"]
+        port = self._policy.choice(["80", "443", "8000-8010"])
+        rule = {"protocol": "TCP", "ports": [port], "securityGroups": names}
+        return _object("SecurityGroup", f"sg{number}", {"ingress": [rule], "egress": [rule]})
+
+    def _exposure(self, number: int) -> dict[str, Any]:
+        vms = self._policy.choice([[0], [1], [0, 1], [0, 1, 2]])
+        spec = {
+            "network": f"net{number}",
+            "addresses": ["192.0.2.1"],
+            "port": 8000 + number,
+            "sources": ["0.0.0.0/0"],
+            "targets": [{"virtualMachine": f"vm{n}"} for n in vms],
+        }
+        return _object("Exposure", f"exp{number}", spec)
+
+    def _groups_of_nic(self) -> list[str]:
+        return self._policy.choice([[], [], ["sg0"], ["sg1"], ["sg0", "sg1"]])
+
+    def _regrouped(self, engine: Engine, number: int) -> dict[str, Any]:
+        """A VM as it is stored, but for what changes of its NICs while it runs."""
+        try:
+            spec = _stored(engine, f"vm{number}")["spec"]
+        except NotFound:
+            spec = self._specs.get(number) or self._vm(number)["spec"]
+        interfaces = [
+            {**each, "securityGroups": self._groups_of_nic()} for each in spec.get("interfaces", [])
+        ]
+        vm = _object("VirtualMachine", f"vm{number}", {**spec, "interfaces": interfaces})
+        return {"apply": [vm]}
 
     def _volume(self, number: int) -> dict[str, Any]:
         spec: dict[str, Any] = {
@@ -219,7 +283,10 @@ class Client:
             "boot": {"image": "tiny"},
             "shutdownTimeout": self._random.choice(["3s", "20s"]),
             "disks": [{"name": f"d{n}", "volume": f"vol{n}"} for n in volumes],
-            "interfaces": [{"name": f"eth{n}", "network": f"net{n}"} for n in networks],
+            "interfaces": [
+                {"name": f"eth{n}", "network": f"net{n}", "securityGroups": self._groups_of_nic()}
+                for n in networks
+            ],
         }
         self._specs[number] = spec
         return _object("VirtualMachine", f"vm{number}", spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from chv.common.rpc import Method
 from chv.common.wire import nwd
 from chv.common.wire.types import Done
 from tests.sim.chaos import Chaos
+from tests.sim.policy import SimExposure, SimGroup, SimPolicy
 from tests.sim.stord import SimStord, Violate
 
 __all__ = ["SimCaller", "SimNic", "SimNwd", "SimStord"]
@@ -40,6 +41,8 @@ class SimNic:
     address: str
     hostname: str
     tap_lost: bool = False  # deleted and made again while a VMM had it open
+    groups: list[str] = field(default_factory=list)
+    metadata: nwd.VmMetadata | None = None
 
 
 @dataclass
@@ -50,13 +53,15 @@ class SimNetwork:
     topology: nwd.Topology
 
 
-class SimNwd:
+class SimNwd(SimPolicy):
     """nwd with its namespaces."""
 
     def __init__(self, violate: Violate) -> None:
         self.violate = violate
         self.networks: dict[str, SimNetwork] = {}
         self.nics: dict[str, SimNic] = {}
+        self.groups: dict[str, SimGroup] = {}
+        self.exposures: dict[str, SimExposure] = {}
         self.down_until = 0.0
         self.vmm_alive: Callable[[str], bool] = lambda vm: False
         self.operation_known: Callable[[str], bool] = lambda operation: True
@@ -96,12 +101,19 @@ class SimNwd:
         nics = [uid for uid, nic in self.nics.items() if nic.network_id == params.network_id]
         if nics:
             raise InUse(f"it has NICs {nics}")
+        exposed = [e.exposure.name for e in self.exposures.values()
+                   if e.exposure.network_id == params.network_id]  # fmt: skip
+        if exposed:
+            raise InUse(f"it has exposures {exposed}")
         del self.networks[params.network_id]
         return Done()
 
     def _AttachVmNic(self, params: nwd.AttachVmNic) -> nwd.NicInfo:
         if params.network_id not in self.networks:
             raise NotFound("no such network")
+        unknown = set(params.security_groups) - self.groups.keys()
+        if unknown:
+            raise NotFound(f"no such groups: {unknown}")
         known = self.nics.get(params.nic_id)
         if known is not None and params.meta.generation < known.generation:
             raise StaleGeneration(f"{params.meta.generation} < {known.generation}")
@@ -116,7 +128,12 @@ class SimNwd:
                 params.hostname,
             )
             self.nics[params.nic_id] = known
+        if known.generation == params.meta.generation:
+            told = (known.groups, known.metadata)
+            if told != (params.security_groups, params.metadata):
+                self.violate(f"NIC {params.nic_id}: one generation with two contents")
         known.generation = params.meta.generation
+        known.groups, known.metadata = params.security_groups, params.metadata
         return self._nic(params.nic_id)
 
     def _DetachVmNic(self, params: nwd.NicRef) -> Done:
@@ -156,6 +173,7 @@ class SimNwd:
             gateway="10.9.0.1",
             mtu=1450,
             hostname=nic.hostname,
+            security_groups=nic.groups,
             carrier=self.vmm_alive(nic.vm_id) and not nic.tap_lost,
         )
 

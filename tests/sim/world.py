@@ -148,6 +148,13 @@ class Machine:
             case "Network":
                 network = self.host.nwd.networks.get(operation.uid)
                 return network is not None and network.generation >= operation.generation
+            case "SecurityGroup" | "Exposure":
+                nwd, stored = self.host.nwd, self.store.tables.objects.get(operation.uid)
+                there = nwd.groups.get(operation.uid) or nwd.exposures.get(operation.uid)
+                sent = stored.sent_facts if stored is not None else None
+                if there is None or sent is None:
+                    return False
+                return there.generation >= sent.generation
             case "VolumeSnapshot":
                 return operation.uid in self.host.stord.taken
         return True
