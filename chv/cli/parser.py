@@ -69,7 +69,7 @@ def _objects(commands: Sub[argparse.ArgumentParser]) -> None:
     _reason(apply)
     _output(apply)
     get = _add(commands, "get", "objects:get", "List objects of a kind, or show one.")
-    get.add_argument("kind", help="vm, volume, snapshot, network, image")
+    get.add_argument("kind", help="vm, volume, snapshot, network, sg, exposure, image")
     get.add_argument("name", nargs="?")
     get.add_argument("-A", "--all-namespaces", action="store_true")
     _namespace(get)

@@ -29,7 +29,8 @@ def condition(item: Item, kind: str) -> str:
 
 def _addresses(item: Item) -> str:
     interfaces = (item.get("status") or {}).get("interfaces", [])
-    return ",".join(entry["address"] for entry in interfaces if entry.get("address")) or "-"
+    found = [entry.get(key, "") for entry in interfaces for key in ("address", "address6")]
+    return ",".join(filter(None, found)) or "-"
 
 
 def _running(item: Item, key: str, default: str) -> str:
@@ -66,6 +67,52 @@ def _snapshot_of(item: Item) -> str:
 def _snapshot_volumes(item: Item) -> str:
     parts = (item.get("status") or {}).get("volumes", [])
     return ",".join(part["volume"] for part in parts) or "-"
+
+
+def _subnets(item: Item) -> str:
+    spec = item["spec"]
+    return ",".join(filter(None, (spec.get("subnet"), spec.get("subnet6"))))
+
+
+def _peers(rule: Item) -> str:
+    peers = [*rule.get("cidrs", []), *(f"sg/{name}" for name in rule.get("securityGroups", []))]
+    more = f",+{len(peers) - 2}" if len(peers) > 2 else ""
+    return ",".join(peers[:2]) + more
+
+
+def _rules(direction: str) -> Callable[[Item], str]:
+    """Return what a group allows one way, shortened: `TCP 80 from 0.0.0.0/0`."""
+
+    def render(item: Item) -> str:
+        found = []
+        for rule in item["spec"].get(direction, []):
+            ports = ",".join(rule.get("ports", []))
+            found.append(" ".join(filter(None, (rule["protocol"], ports, _peers(rule)))))
+        more = f"; +{len(found) - 2} more" if len(found) > 2 else ""
+        return "; ".join(found[:2]) + more or "-"
+
+    return render
+
+
+def _exposed(item: Item) -> str:
+    """Return where it is reached: `TCP 192.0.2.7:80`."""
+    spec = item["spec"]
+    ports = f"{spec['port']}-{spec['endPort']}" if spec.get("endPort") else str(spec["port"])
+    address = spec["addresses"][0]
+    shown = f"[{address}]" if ":" in address else address
+    more = f",+{len(spec['addresses']) - 1}" if len(spec["addresses"]) > 1 else ""
+    return f"{spec.get('protocol', 'TCP')} {shown}:{ports}{more}"
+
+
+def _target_port(item: Item) -> str:
+    return str(item["spec"].get("targetPort") or item["spec"]["port"])
+
+
+def _healthy(item: Item) -> str:
+    """Return how many targets get connections, of how many."""
+    targets = (item.get("status") or {}).get("targets", [])
+    healthy = sum(target.get("state") == "healthy" for target in targets)
+    return f"{healthy}/{len(item['spec'].get('targets', []))}"
 
 
 NAME: Column = ("NAME", lambda item: _path(item, "metadata", "name"))
@@ -109,10 +156,28 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "Network": (
         NAME,
         PHASE,
-        ("SUBNET", lambda item: _path(item, "spec", "subnet")),
+        ("SUBNET", _subnets),
         ("UPLINK", lambda item: _path(item, "spec", "uplink", default="NAT")),
         ("DOMAIN", lambda item: _path(item, "status", "domain")),
+        ("NICS", lambda item: _path(item, "status", "nics", default="0")),
         ("NETNS", lambda item: _path(item, "status", "netns")),
+        AGE,
+    ),
+    "SecurityGroup": (
+        NAME,
+        PHASE,
+        ("MEMBERS", lambda item: _path(item, "status", "members", default="0")),
+        ("INGRESS", _rules("ingress")),
+        ("EGRESS", _rules("egress")),
+        AGE,
+    ),
+    "Exposure": (
+        NAME,
+        PHASE,
+        ("EXPOSES", _exposed),
+        ("NETWORK", lambda item: _path(item, "spec", "network")),
+        ("PORT", _target_port),
+        ("HEALTHY", _healthy),
         AGE,
     ),
     "Image": (
