@@ -23,7 +23,7 @@ from chv.common.errors import (
 from chv.common.failpoint import failpoint
 from chv.common.names import check_name
 from chv.common.wire.nwd import AttachVmNic, GuestConnection, NicInfo
-from chv.nwd import guest_connection, observe
+from chv.nwd import guest_connection, observe, shaping, stats
 from chv.nwd.addresses import allocate, check_address, check_nic_mac, mac_of
 from chv.nwd.keeper import DETACH, Keeper
 from chv.nwd.kernel import netns, tap
@@ -49,6 +49,7 @@ class Nics:
             known = old.generation if old is not None else -1
             refuse_stale(request.nic_id, request.meta.generation, known, self._records.tombstones)
             network = self._due_network(request.network_id)
+            shaping.check(request.shape, self._parts.features)
             row = self._row(request, old, network)
             if row != old:
                 await self._records.put_nic(row)
@@ -112,7 +113,13 @@ class Nics:
         for info in infos:
             taps.setdefault(info.network_id, []).append(info.tap)
         held = await observe.carriers(self._parts, taps)
-        return [msgspec.structs.replace(info, carrier=info.tap in held) for info in infos]
+        shapes = await stats.shapes(self._parts, [self.require(info.nic_id) for info in infos])
+        return [
+            msgspec.structs.replace(
+                info, carrier=info.tap in held, shape=shapes.get(info.nic_id, info.shape)
+            )
+            for info in infos
+        ]
 
     def info(self, nic_id: str) -> NicInfo:
         """Describe a NIC as it is recorded."""
@@ -132,6 +139,8 @@ class Nics:
             gateway=topology.gateway,
             mtu=topology.mtu,
             hostname=row.hostname,
+            queues=row.queues,
+            shape=row.shape,
             state=state,
             message=message,
         )
@@ -192,6 +201,8 @@ class Nics:
             boot_id=self._parts.boot_id,
             asked_mac=request.mac,
             asked_address=request.address,
+            queues=request.queues,
+            shape=request.shape,
         )
 
     def _refuse_change(self, request: AttachVmNic, old: Nic) -> None:

@@ -9,6 +9,7 @@ import anyio
 
 from chv.common.layout import Layout
 from chv.common.process import Provider
+from chv.common.wire.types import Feature
 from chv.nwd.blueprint import Blueprint, Settings, draw, network_rules, uplink_addresses
 from chv.nwd.kernel import netns
 from chv.nwd.nft.model import NetworkRules
@@ -34,6 +35,7 @@ class Parts:
     boot_id: str
     loaded: dict[str, Loaded] = field(default_factory=dict)
     registry: anyio.Lock = field(default_factory=anyio.Lock)
+    features: list[Feature] = field(default_factory=list)  # what the kernel can, once probed
 
     def netns_path(self, network_id: str) -> str:
         """Return the path of a network's namespace."""

@@ -6,6 +6,7 @@ from chv.common.errors import ChvError
 from chv.common.rpc import Server, WithFds
 from chv.common.wire import nwd as wire
 from chv.common.wire.types import CENSUS, CensusReply, Done, Empty, Feature
+from chv.nwd import stats
 from chv.nwd.census import census
 from chv.nwd.keeper import Keeper
 from chv.nwd.networks import Networks
@@ -43,7 +44,7 @@ class Service:
 
     async def restore(self) -> None:
         """Re-read the world: what the kernel can, strays, then every network."""
-        self._features = await probe()
+        self._features = self._parts.features = await probe()
         await self._parts.provider.sweep()
         await self._parts.workers.end_strays()
         await self._keeper.resync()
@@ -123,6 +124,7 @@ class Service:
 
     async def _warnings(self) -> list[str]:
         try:
-            return await self._keeper.host.check()
+            found = await self._keeper.host.check()
+            return [*found, *await stats.warnings(self._parts)]
         except ChvError as error:
             return [f"the host cannot be checked: {error}"]

@@ -105,12 +105,18 @@ def check(shape: Shape, features: list[Feature]) -> None:
 
 def is_right(wanted: Shaping, seen: SeenShape) -> bool:
     """Tell whether the kernel has what is wanted, and nothing more."""
+    if not holds(wanted, seen):
+        return False
+    return seen.ifb_alias == (None if wanted.egress is None else wanted.alias)
+
+
+def holds(wanted: Shaping, seen: SeenShape) -> bool:
+    """Tell whether packets are held to what is wanted."""
     if not (_alike(wanted.ingress, seen.ingress) and _alike(wanted.egress, seen.egress)):
         return False
     if wanted.egress is None:
-        return seen.redirect == "" and seen.ifb_alias is None
-    found = (seen.redirect, seen.ifb_alias, seen.ifb_up)
-    return found == (wanted.ifb, wanted.alias, True)
+        return seen.redirect == ""
+    return (seen.redirect, seen.ifb_up) == (wanted.ifb, True)
 
 
 def is_wanted(shaping: Shaping) -> bool:
@@ -126,12 +132,12 @@ def _alike(wanted: Bucket | None, seen: Bucket | None) -> bool:
     return abs(wanted.burst_bytes - seen.burst_bytes) <= wanted.burst_bytes * BURST_TOLERANCE
 
 
-def shape_of(wanted: Shape, ours: Shaping, seen: SeenShape) -> Shape:
+def shape_of(wanted: Shape, ifb: str, seen: SeenShape) -> Shape:
     """Return what the kernel does, in the words of the caller where it is what they asked for."""
-    if is_right(ours, seen):
+    if holds(shaping(wanted, ifb, ""), seen):
         return wanted
     buckets = [each for each in (seen.ingress, seen.egress) if each is not None]
-    through = seen.egress if seen.redirect == ours.ifb else None
+    through = seen.egress if seen.redirect == ifb else None
     return Shape(
         ingress_bps=seen.ingress.rate * 8 if seen.ingress is not None else 0,
         egress_bps=through.rate * 8 if through is not None else 0,

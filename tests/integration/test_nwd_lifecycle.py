@@ -441,7 +441,7 @@ async def test_unknown_nics_get_no_address() -> None:
         nic = await node.attach(network)
         await node.end()  # or it would put the rules back
         nft_in(info.netns, "delete table bridge chv")
-        fd = inside(info.netns, lambda: tap.open_for_vmm(nic.tap))
+        (fd,) = inside(info.netns, lambda: tap.open_for_vmm(nic.tap))
         guest = Wire(fd)
         guest.send(frames.dhcp(frames.DISCOVER, "02:00:00:00:00:99"))
         assert guest.receive(frames.dhcp_reply, timeout_s=0.3) is None

@@ -1,6 +1,6 @@
 """Reading links: all of a namespace, or a few by name. Call through `netns.inside`.
 
-About 20 microseconds a link; statistics are not asked for.
+About 20 microseconds a link; statistics are asked for by `counters` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chv.nwd.kernel.errors import translated
 _RTM_GETLINK = 18
 _INFO = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
 _ADDRESS, _IFNAME, _MTU, _MASTER, _LINKINFO, _IFALIAS, _EXT_MASK = 1, 3, 4, 10, 18, 20, 29
-_CARRIER = 33
+_STATS64, _CARRIER = 23, 33
 _INFO_KIND, _INFO_DATA, _INFO_SLAVE_KIND, _INFO_SLAVE_DATA = 1, 2, 4, 5
 _TUN_OWNER, _TUN_MULTI_QUEUE, _PORT_ISOLATED = 1, 7, 33
 _SKIP_STATISTICS = struct.pack("=I", 8)
@@ -43,6 +43,38 @@ class Link:
     multi_queue: bool = False  # of a tap
 
 
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a link has counted, as the host sees it."""
+
+    rx_packets: int
+    tx_packets: int
+    rx_bytes: int
+    tx_bytes: int
+    rx_dropped: int
+    tx_dropped: int
+
+
+def counters(names: Iterable[str]) -> dict[str, Counters]:
+    """Return the counters of those of the named links that exist."""
+    found = {}
+    with translated("reading counters"), netlink.open_socket(netlink.ROUTE) as ask:
+        for name in names:
+            wanted = netlink.attribute(_IFNAME, name.encode() + b"\0")
+            body = _get(ask, netlink.message(_RTM_GETLINK, 0, _INFO.pack(0, 0, 0, 0, 0) + wanted))
+            if body is not None:
+                attributes = dict(netlink.attributes(body, _INFO.size))
+                found[name] = _counters(attributes[_STATS64])
+    return found
+
+
+def _counters(data: bytes) -> Counters:
+    rx_packets, tx_packets, rx_bytes, tx_bytes, _, _, rx_dropped, tx_dropped = struct.unpack_from(
+        "=8Q", data
+    )
+    return Counters(rx_packets, tx_packets, rx_bytes, tx_bytes, rx_dropped, tx_dropped)
+
+
 def read_all() -> dict[str, Link]:
     """Return every link by name."""
     with translated("listing links"), netlink.open_socket(netlink.ROUTE) as ask:
@@ -62,9 +94,13 @@ def read(names: Iterable[str]) -> dict[str, Link]:
 
 
 def _read_one(ask: socket.socket, name: str) -> Link | None:
+    body = _get(ask, _request(0, netlink.attribute(_IFNAME, name.encode() + b"\0")))
+    return parse(body) if body is not None else None
+
+
+def _get(ask: socket.socket, request: bytes) -> bytes | None:
     try:
-        wanted = netlink.attribute(_IFNAME, name.encode() + b"\0")
-        return parse(netlink.ask(ask, _request(0, wanted))[0])
+        return netlink.ask(ask, request)[0]
     except OSError as error:
         if error.errno == errno.ENODEV:
             return None
