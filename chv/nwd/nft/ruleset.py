@@ -11,9 +11,10 @@ from __future__ import annotations
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import anyio.to_thread
 import msgspec
@@ -21,7 +22,7 @@ from nftables import Nftables
 
 from chv.common.errors import Internal
 from chv.nwd.kernel import netns, nft_generation
-from chv.nwd.nft.text import Ruleset, SetKey
+from chv.nwd.nft.text import Ruleset
 
 CONTEXTS_MAX = 32
 SHOWN_CHARACTERS_MAX = 400
@@ -37,11 +38,10 @@ class Applied(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The same with the elements, for incremental changes; not kept across a restart."""
+    """The same with what it was, for small changes; not kept across a restart."""
 
     applied: Applied
-    frame_digest: str
-    elements: Mapping[SetKey, frozenset[str]]
+    ruleset: Ruleset
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,16 @@ class Nft:
 
     async def list(self, path: str, command: str) -> str:
         """Return what `list ...` prints; empty where the thing is not there."""
-        return await anyio.to_thread.run_sync(self._list, path, command, False)
+        return await anyio.to_thread.run_sync(partial(self._list, path, command))
 
     async def list_json(self, path: str, command: str) -> str:
         """Return the same as JSON text."""
-        return await anyio.to_thread.run_sync(self._list, path, command, True)
+        return await anyio.to_thread.run_sync(partial(self._list, path, command, as_json=True))
+
+    async def list_counters(self, path: str, command: str) -> str:
+        """Return the same with the numbers of counters; a document for each command."""
+        ask = partial(self._list, path, command, as_json=True, stateless=False)
+        return await anyio.to_thread.run_sync(ask)
 
     @asynccontextmanager
     async def temporary(self, path: str, text: str) -> AsyncIterator[None]:
@@ -156,17 +161,19 @@ class Nft:
                     return None
         applied = Applied(context.inode, generation, wanted.digest)
         note(applied)
-        return Loaded(applied, wanted.frame_digest, dict(wanted.elements))
+        return Loaded(applied, wanted)
 
     def _run(self, path: str, text: str) -> None:
         with self._lock:
             self._command(path, self._context(path), text)
 
-    def _list(self, path: str, command: str, as_json: bool) -> str:
+    def _list(
+        self, path: str, command: str, *, as_json: bool = False, stateless: bool = True
+    ) -> str:
         with self._lock:
             nft = self._context(path).nft
             nft.set_json_output(as_json)
-            nft.set_stateless_output(True)
+            nft.set_stateless_output(stateless)
             try:
                 code, output, _ = nft.cmd(command)
             finally:
@@ -199,9 +206,7 @@ def _make_context(inode: int) -> _Context:
 
 
 def _transaction(wanted: Ruleset, before: Loaded | None, now: tuple[int, int]) -> str:
-    """Return the smallest transaction: elements only, when we know what stands there."""
+    """Return the smallest transaction: what differs, when we know what stands there."""
     if before is None or (before.applied.inode, before.applied.generation) != now:
         return wanted.replacement()
-    if before.frame_digest != wanted.frame_digest:
-        return wanted.replacement()
-    return wanted.difference(before.elements)
+    return wanted.difference(before.ruleset)

@@ -1,27 +1,39 @@
-"""The only way from typed values to nft text: sets of elements, and tables around them. Pure.
+"""The only way from typed values to nft text: checked values, and rulesets made of them. Pure.
 
-An element is made of addresses, MACs, ports and names of links; each is checked here again, so
-that no text of a caller can end a statement, whatever let it through before.
+A ruleset is a fixed frame and what changes under it: sets and chains that come and go, and
+elements. Every value is checked here again, so that no text of a caller can end a statement,
+whatever let it through before. Fails with InvalidArgument or ValueError, naming the value.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv4Network
+from functools import cached_property
+from ipaddress import collapse_addresses
 
-from chv.common.names import check_interface, check_mac
+from chv.common.names import (
+    Address,
+    Network,
+    check_address,
+    check_cidr,
+    check_interface,
+    check_mac,
+    check_uid,
+)
 
 _PORT_MAX = 65535
+_NUMBER_MAX = 2**31 - 1
 _COMMENT = re.compile(r"^[a-z0-9:-]{1,120}\Z")
+_DIGEST_BITS = 128
 DIGEST_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SetKey:
-    """A set: `family table name`, all of them constants of ours."""
+    """A set or map: `family table name`, all of them made by us."""
 
     family: str
     table: str
@@ -31,56 +43,144 @@ class SetKey:
         return f"{self.family} {self.table} {self.name}"
 
 
+class ChainKey(SetKey):
+    """A chain."""
+
+    __slots__ = ()
+
+
+Elements = Mapping[SetKey, frozenset[str]]
+
+
+class Part:
+    """Elements that come and go together, such as those of one NIC; no other part has them.
+
+    Parts are kept by whoever makes them: the same object again means that nothing has changed,
+    and a change of one among a thousand looks at that one alone.
+    """
+
+    __slots__ = ("elements", "number")
+
+    def __init__(self, elements: Elements) -> None:
+        self.elements = elements
+        self.number = _number("\n".join(_lines(elements)))
+
+
 @dataclass(frozen=True)
 class Ruleset:
-    """Tables of ours in one namespace: a fixed frame, and elements that change one by one."""
+    """Tables of ours in one namespace.
+
+    The frame is fixed. `sets` (their declarations) and `chains` (their rules, in order) come and
+    go; the frame reaches a chain of these by the elements of its verdict maps.
+    """
 
     tables: tuple[tuple[str, str], ...]  # (family, name)
     frame: str
-    elements: Mapping[SetKey, frozenset[str]] = field(default_factory=dict)
+    elements: Elements = field(default_factory=dict)
+    sets: Mapping[SetKey, str] = field(default_factory=dict)
+    chains: Mapping[ChainKey, tuple[str, ...]] = field(default_factory=dict)
+    parts: frozenset[Part] = frozenset()
 
-    @property
+    @cached_property
     def frame_digest(self) -> str:
         """Tells two frames apart."""
         return digest(self.frame)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Tells two rulesets apart, elements included."""
-        parts = [f"{key}={','.join(sorted(values))}" for key, values in self.elements.items()]
-        return digest("\n".join([self.frame, *sorted(parts)]))
+        """Tells two rulesets apart, everything included."""
+        each = [self.frame]
+        each += sorted(f"{key}={what}" for key, what in self.sets.items())
+        each += sorted(f"{key}={what!r}" for key, what in self.chains.items())
+        each += _lines(self.elements)
+        # A sum does not depend on the order, and needs no sorting of what each part has said once.
+        total = sum(part.number for part in self.parts) % 2**_DIGEST_BITS
+        return digest("\n".join([*each, str(total)]))
+
+    def all_elements(self) -> dict[SetKey, set[str]]:
+        """Return the elements of every set, wherever they come from."""
+        return _merged([self.elements, *(part.elements for part in self.parts)])
 
     def replacement(self) -> str:
         """Return one transaction that replaces whatever our tables hold now."""
-        lines = []
-        for family, name in self.tables:
-            # Adding first makes the deletion work when there is no such table.
-            lines += [f"add table {family} {name}", f"delete table {family} {name}"]
-        lines.append(self.frame)
-        lines += [_change("add", key, values) for key, values in self.elements.items() if values]
+        lines = [*self.removal().splitlines(), self.frame]
+        lines += [f"add set {key} {{ {what} }}" for key, what in self.sets.items()]
+        lines += [f"add chain {key}" for key in self.chains]
+        lines += _filled(self.chains)
+        lines += _changes("add", self.all_elements())
         return "\n".join(lines) + "\n"
 
     def removal(self) -> str:
         """Return one transaction after which our tables are not there."""
+        # Adding first makes the deletion work when there is no such table.
         return "".join(
             f"add table {family} {name}\ndelete table {family} {name}\n"
             for family, name in self.tables
         )
 
-    def difference(self, before: Mapping[SetKey, frozenset[str]]) -> str:
-        """Return one transaction from `before` to here; empty when they are the same."""
-        lines = []
-        for key, values in self.elements.items():
-            old = before.get(key, frozenset())
-            if old - values:
-                lines.append(_change("delete", key, old - values))
-            if values - old:
-                lines.append(_change("add", key, values - old))
+    def difference(self, before: Ruleset) -> str:
+        """Return one transaction from `before` to here; empty when they are the same.
+
+        It is a replacement where the frame, or what a set is, has changed. What is referred to
+        is made first and goes last; an element leaves before one with its key comes.
+        """
+        if self.frame != before.frame or self._redeclares(before):
+            return self.replacement()
+        gone_sets = before.sets.keys() - self.sets.keys()
+        gone_chains = before.chains.keys() - self.chains.keys()
+        changed = {k: rules for k, rules in self.chains.items() if before.chains.get(k) != rules}
+        removed, added = self._element_changes(before)
+        lines = [f"add set {k} {{ {self.sets[k]} }}" for k in self.sets if k not in before.sets]
+        lines += [f"add chain {key}" for key in changed if key not in before.chains]
+        lines += [f"flush chain {key}" for key in changed if key in before.chains]
+        lines += _filled(changed)
+        lines += _changes("delete", {k: v for k, v in removed.items() if k not in gone_sets})
+        lines += _changes("add", added)
+        lines += [f"flush chain {key}" for key in sorted(gone_chains, key=str)]
+        lines += [f"delete chain {key}" for key in sorted(gone_chains, key=str)]
+        lines += [f"delete set {key}" for key in sorted(gone_sets, key=str)]
         return "".join(f"{line}\n" for line in lines)
 
+    def _redeclares(self, before: Ruleset) -> bool:
+        return any(before.sets.get(key, what) != what for key, what in self.sets.items())
 
-def _change(verb: str, key: SetKey, values: Iterable[str]) -> str:
-    return f"{verb} element {key} {{ {', '.join(sorted(values))} }}"
+    def _element_changes(
+        self, before: Ruleset
+    ) -> tuple[dict[SetKey, set[str]], dict[SetKey, set[str]]]:
+        """Return what leaves and what comes; parts that are the same object are not looked at."""
+        old = _merged([before.elements, *(p.elements for p in before.parts - self.parts)])
+        new = _merged([self.elements, *(p.elements for p in self.parts - before.parts)])
+        return _without(old, new), _without(new, old)
+
+
+def _merged(each: Iterable[Elements]) -> dict[SetKey, set[str]]:
+    merged: dict[SetKey, set[str]] = {}
+    for elements in each:
+        for key, values in elements.items():
+            merged.setdefault(key, set()).update(values)
+    return merged
+
+
+def _without(
+    some: dict[SetKey, set[str]], others: dict[SetKey, set[str]]
+) -> dict[SetKey, set[str]]:
+    return {key: values - others.get(key, set()) for key, values in some.items()}
+
+
+def _changes(verb: str, elements: Mapping[SetKey, set[str]]) -> list[str]:
+    return [
+        f"{verb} element {key} {{ {', '.join(sorted(values))} }}"
+        for key, values in elements.items()
+        if values
+    ]
+
+
+def _filled(chains: Mapping[ChainKey, tuple[str, ...]]) -> list[str]:
+    return [f"add rule {key} {line}" for key, rules in chains.items() for line in rules]
+
+
+def _lines(elements: Elements) -> list[str]:
+    return sorted(f"{key}={','.join(sorted(values))}" for key, values in elements.items())
 
 
 def digest(text: str) -> str:
@@ -88,6 +188,11 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]
 
 
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[: _DIGEST_BITS // 8], "big")
+
+
+# --- checked values
 def link(name: str) -> str:
     """Return a link's name as nft writes it."""
     return f'"{check_interface(name)}"'
@@ -100,19 +205,50 @@ def mac(text: str) -> str:
 
 def address(text: str) -> str:
     """Return an IPv4 address."""
-    return str(IPv4Address(text))
+    return str(_of_version(check_address(text), 4))
+
+
+def address6(text: str) -> str:
+    """Return an IPv6 address."""
+    return str(_of_version(check_address(text), 6))
 
 
 def subnet(text: str) -> str:
     """Return an IPv4 subnet."""
-    return str(IPv4Network(text))
+    return str(_of_version(check_cidr(text), 4))
+
+
+def subnet6(text: str) -> str:
+    """Return an IPv6 subnet."""
+    return str(_of_version(check_cidr(text), 6))
+
+
+def is_v6(text: str) -> bool:
+    """Tell the family of an address, checked."""
+    return check_address(text).version == 6
+
+
+def _of_version(checked: Address | Network, version: int) -> Address | Network:
+    if checked.version != version:
+        raise ValueError(f"{checked} is not of IPv{version}")
+    return checked
 
 
 def port(number: int) -> str:
     """Return a TCP or UDP port."""
-    if not 0 < number <= _PORT_MAX:
-        raise ValueError(f"{number} is not a port")
+    return count(number, number_max=_PORT_MAX)
+
+
+def count(number: int, *, number_max: int = _NUMBER_MAX) -> str:
+    """Return a number of something, one at least."""
+    if not isinstance(number, int) or not 0 < number <= number_max:
+        raise ValueError(f"{number!r} is not a number from 1 to {number_max}")
     return str(int(number))
+
+
+def uid(text: str) -> str:
+    """Return an object's id as a part of a name: nft's words never begin with what is before it."""
+    return check_uid(text).replace("-", "")
 
 
 def comment(text: str) -> str:
@@ -125,3 +261,19 @@ def comment(text: str) -> str:
 def tuple_of(*parts: str) -> str:
     """Return an element of a concatenated set."""
     return " . ".join(parts)
+
+
+def any_of(parts: Iterable[str]) -> str:
+    """Return one value, or an anonymous set of several."""
+    each = list(parts)
+    return each[0] if len(each) == 1 else f"{{ {', '.join(each)} }}"
+
+
+def collapsed(cidrs: Iterable[str], *, v6: bool) -> list[str]:
+    """Return the subnets of one family, none within another: nft refuses what overlaps."""
+    found = [check_cidr(text) for text in cidrs]
+    same = [network for network in found if (network.version == 6) is v6]
+    return [str(network) for network in _collapse(same)]
+
+
+_collapse: Callable[[Iterable[Network]], Iterable[Network]] = collapse_addresses  # type: ignore[assignment]
