@@ -216,11 +216,15 @@ def test_another_user_cannot_make_the_agent_read_for_him(node: LiveNode) -> None
     secret = node.dev.layout.state / "secret"
     secret.write_bytes(CONTENT)
     secret.chmod(0o600)
+    # It becomes another user once all is imported: a checkout need not be readable by others.
     code = f"""
-import sys
+import anyio._backends._asyncio, os, sys
 from chv.cli.connect import client
 from chv.common.errors import ChvError
 from chv.common.wire import agent as api
+os.setgroups([])
+os.setgid({node.dev.layout.api.stat().st_gid})
+os.setuid({nobody})
 with client({node._socket()["CHV_SOCKET"]!r}) as agent:
     try:
         agent.stream(api.IMPORT_IMAGE, api.ImportImage(
@@ -233,7 +237,6 @@ with client({node._socket()["CHV_SOCKET"]!r}) as agent:
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, cwd=ROOT, check=False,
-        user=nobody, group=node.dev.layout.api.stat().st_gid, extra_groups=[],
     )  # fmt: skip
     assert done.stdout.split() == ["PERMISSION_DENIED", "1"], done.stderr
     assert DIGEST not in stored(node)
