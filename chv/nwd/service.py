@@ -12,6 +12,7 @@ from chv.nwd.keeper import Keeper
 from chv.nwd.networks import Networks
 from chv.nwd.nics import Nics
 from chv.nwd.probe import missing, probe
+from chv.nwd.watching import Watching
 
 PROBLEMS_SHOWN_MAX = 256
 
@@ -24,6 +25,7 @@ class Service:
         self._parts = keeper.parts
         self._networks = Networks(keeper)
         self._nics = Nics(keeper)
+        self.watching = Watching(keeper)
         self._features: list[Feature] = []
 
     def register(self, server: Server) -> None:
@@ -41,6 +43,7 @@ class Service:
         server.add(wire.LIST_NETWORKS, self.list_networks)
         server.add(wire.LIST_NICS, self.list_nics)
         server.add(wire.NWD_HEALTH, self.health)
+        self.watching.register(server)
 
     async def restore(self) -> None:
         """Re-read the world: what the kernel can, strays, then every network."""

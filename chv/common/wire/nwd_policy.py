@@ -15,6 +15,7 @@ from chv.common.rpc import Method
 from chv.common.wire.types import (
     CallMeta,
     Cidr,
+    DnsName,
     Done,
     Empty,
     Generation,
@@ -312,6 +313,19 @@ class PathReply(Reply, frozen=True, kw_only=True):
     steps: list[PathStep] = []
 
 
+class ResolveName(Message, frozen=True, kw_only=True):
+    """Ask the DNS of a network, as its guests do."""
+
+    network_id: Uid
+    name: DnsName
+
+
+class ResolvedName(Reply, frozen=True, kw_only=True):
+    """Addresses of the name, IPv4 first."""
+
+    addresses: list[str] = []
+
+
 class OpenCapture(Message, frozen=True, kw_only=True):
     """A packet socket on the NIC's tap comes back: a frame per read, link type Ethernet."""
 
@@ -327,8 +341,10 @@ LIST_EXPOSURES = Method("ListExposures", Empty, ExposuresReply, mutating=False)
 NIC_STATS = Method("GetNicStats", GetNicStats, NicStatsReply, mutating=False)
 NETWORK_LOG = Method("GetNetworkLog", GetNetworkLog, NetworkLogReply, mutating=False)
 EXPLAIN_PATH = Method("ExplainPath", ExplainPath, PathReply, timeout_s=15.0, mutating=False)
+RESOLVE_NAME = Method("ResolveName", ResolveName, ResolvedName, mutating=False)
 OPEN_CAPTURE = Method("OpenCapture", OpenCapture, Done, mutating=False, fds=1)
 
+WATCH_METHODS = (NETWORK_LOG, EXPLAIN_PATH, RESOLVE_NAME, OPEN_CAPTURE)
 POLICY_METHODS = (
     SET_GROUP,
     DELETE_GROUP,
@@ -337,7 +353,5 @@ POLICY_METHODS = (
     DELETE_EXPOSURE,
     LIST_EXPOSURES,
     NIC_STATS,
-    NETWORK_LOG,
-    EXPLAIN_PATH,
-    OPEN_CAPTURE,
+    *WATCH_METHODS,
 )

@@ -27,6 +27,7 @@ from chv.nwd.kernel.errors import translated
 
 ROOT = Path("/run/netns")
 OWN = "/proc/self/ns/net"
+THREAD = "/proc/thread-self/ns/net"
 _NSFS_MAGIC = 0x6E736673
 _MS_BIND, _MS_REC, _MS_SHARED = 4096, 16384, 1 << 20
 _MNT_DETACH = 2
