@@ -29,7 +29,7 @@ from chv.common.process import choose_provider, syscalls
 from chv.common.rpc import Server
 from chv.common.store import Store
 from chv.common.wire.nwd import METHODS
-from chv.common.wire.nwd_policy import WATCH_METHODS
+from chv.common.wire.nwd_policy import POLICY_METHODS
 from chv.common.wire.types import HELLO, PROTOCOL_VERSIONS, HelloReply, HelloRequest
 from chv.nwd import runfiles
 from chv.nwd.blueprint import Settings
@@ -49,7 +49,7 @@ ALLOW_UIDS = frozenset({0})  # the agent; nobody else speaks to nwd
 
 async def serve(config: configuration.Config, layout: Layout) -> None:
     """Run the daemon until a signal comes."""
-    server = Server(DAEMON, (*METHODS, *WATCH_METHODS), allow_uids=ALLOW_UIDS)
+    server = Server(DAEMON, (*METHODS, *POLICY_METHODS), allow_uids=ALLOW_UIDS)
     server.recovering = "reading its records and the kernel"
     server.add(HELLO, _hello(layout, server))
     async with (

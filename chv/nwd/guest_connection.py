@@ -26,7 +26,7 @@ async def connect(
 ) -> tuple[socket.socket, str, str]:
     """Return a connected socket and both its ends as text."""
     with translated("making a socket in the namespace"):
-        connection = await netns.inside(path, _make)
+        connection = await netns.inside(path, lambda: _make(target[0]))
     try:
         connection.bind((source, 0))
         await _connect(connection, target, timeout_s)
@@ -38,8 +38,9 @@ async def connect(
     return connection, f"{local[0]}:{local[1]}", f"{target[0]}:{target[1]}"
 
 
-def _make() -> socket.socket:
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+def _make(target: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     connection.setblocking(False)
     return connection
 

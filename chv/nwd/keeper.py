@@ -3,7 +3,8 @@
 A pass observes, plans and applies until the plan is empty. The caller of `converge` and its kin
 holds the network's lock. What fails is raised to the caller, kept as the network's problem and
 tried again at the next resync; other networks go on. Nothing is made for a network or NIC that was
-not asked for since the last boot.
+not asked for since the last boot. A change of groups or exposures alone goes a shorter way: the
+rules are loaded without a look at the rest.
 """
 
 from __future__ import annotations
@@ -12,34 +13,49 @@ from contextlib import AsyncExitStack
 
 import anyio
 import anyio.abc
+import msgspec
 
 from chv.common import logs
+from chv.common.clock import Clock, SystemClock
 from chv.common.errors import ChvError, Internal, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.process import WorkerRecord
-from chv.nwd import plan
+from chv.nwd import plan, sweeping
 from chv.nwd.apply import Work, step_name
+from chv.nwd.balancing import Balancer, without_health
 from chv.nwd.blueprint import Blueprint
 from chv.nwd.host import Host
 from chv.nwd.kernel import conntrack, dhcp_release, netns
+from chv.nwd.loading import load_rules
 from chv.nwd.locks import NetworkLocks
+from chv.nwd.nft import rules
 from chv.nwd.observe import Sockets, observe, observe_nic
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, DnsState
-from chv.nwd.records import Network, Nic, Wanted
+from chv.nwd.policy import takes_new
+from chv.nwd.records import Health, Network, Nic, Wanted
 from chv.nwd.steps import Step
 
 log = logs.get(__name__)
 RESYNC_S = 15.0
 PASSES_MAX = 4
 RESYNC, DETACH, DELETE = "resync", "detach", "delete"
+HEALTH, DRAIN = "health", "drain"
 
 
 class Keeper:
     """Keeps every network as its record says."""
 
-    def __init__(self, parts: Parts, host: Host, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        host: Host,
+        tasks: anyio.abc.TaskGroup,
+        clock: Clock | None = None,
+    ) -> None:
         self.parts = parts
+        self.clock = clock or SystemClock()
+        self.balancer = Balancer(parts, self.clock, tasks, self._health_changed, self._drained)
         self.host = host
         self.locks = NetworkLocks()
         self.problems: dict[str, str] = {}
@@ -58,6 +74,7 @@ class Keeper:
                 await self._remove(row)
             elif self.parts.is_due(row):
                 await self._settle(row, verb)
+                await self._afterwards(row, verb)
         except BaseException as error:
             self._clean.discard(network_id)
             if isinstance(error, ChvError | OSError):
@@ -74,9 +91,40 @@ class Keeper:
         if network_id in self._clean:
             self._clean.discard(network_id)  # until it has worked
             if await self._settle_nic(row, nic, verb):
+                await self._afterwards(row, verb)
                 self._clean.add(network_id)
                 return
         await self.converge(network_id, verb)
+
+    async def converge_rules(self, network_id: str, verb: str) -> None:
+        """Bring the rules of a network to what the records say, and what follows from them."""
+        row = self.parts.records.networks.get(network_id)
+        if row is None or not self.parts.is_due(row):
+            return
+        if network_id in self._clean:
+            self._clean.discard(network_id)  # until it has worked
+            if await self._load_rules(row, verb):
+                await self._afterwards(row, verb)
+                self._clean.add(network_id)
+                return
+        await self.converge(network_id, verb)
+
+    async def _load_rules(self, row: Network, verb: str) -> bool:
+        """Load the rules alone; False where the whole network must be looked at."""
+        try:
+            if self.parts.records.exposures_of(row.network_id):
+                await self.host.converge()
+            ruleset = rules.render(self.parts.network_rules(row))
+            await load_rules(self.parts, row.network_id, ruleset, verb)
+        except (ChvError, OSError) as error:
+            log.info("rules_not_loaded", network_id=row.network_id, verb=verb, error=error)
+            return False
+        return True
+
+    async def _afterwards(self, row: Network, verb: str) -> None:
+        """The rules stand: end what they do not allow; check and drain what the records say."""
+        await sweeping.settle(self.parts, row, verb, self.clock.monotonic())
+        self.balancer.refresh(row.network_id)
 
     async def finish_removal(self, nic: Nic) -> None:
         """Forget a NIC of which nothing is left; its lease and connections end with it."""
@@ -86,7 +134,14 @@ class Keeper:
         if self.parts.is_due(row) and state is DnsState.ALIVE:
             gateway = row.topology.gateway
             await netns.inside(path, lambda: _end_traces(nic, gateway))
+        await self.forget_health(nic)
         await self.parts.records.drop_nic(nic)
+
+    async def forget_health(self, nic: Nic) -> None:
+        """What was known of a NIC as a target says nothing of the next one in its place."""
+        for row in self.parts.records.exposures_of(nic.network_id):
+            if nic.nic_id in row.health:
+                await self.parts.records.put_exposure(without_health(row, nic.nic_id))
 
     async def _settle(self, row: Network, verb: str) -> None:
         await self.host.converge()
@@ -153,6 +208,7 @@ class Keeper:
         await self.parts.records.drop_network(row)
         self._clean.discard(network_id)
         self.problems.pop(network_id, None)
+        self.balancer.refresh(network_id)
 
     async def _apply(self, work: Work, steps: list[Step], network_id: str, verb: str) -> None:
         for step in steps:
@@ -179,6 +235,27 @@ class Keeper:
             return  # we ended it
         log.warning("dnsmasq_ended", network_id=network_id, worker_id=process.worker_id)
         await self.try_converge(network_id)
+
+    async def _health_changed(self, exposure_id: str, nic_id: str, health: Health) -> None:
+        """Record what a target has come to; its exposure's rules follow."""
+        row = self.parts.records.exposures.get(exposure_id)
+        if row is None:
+            return
+        network_id = row.exposure.network_id
+        async with self.locks.hold(network_id):
+            row = self.parts.records.exposures.get(exposure_id)
+            if row is None or row.wanted is Wanted.REMOVED or nic_id not in row.exposure.targets:
+                return
+            changed = msgspec.structs.replace(row, health={**row.health, nic_id: health})
+            await self.parts.records.put_exposure(changed)
+            if takes_new(row, nic_id) != takes_new(changed, nic_id):
+                await failpoint("nwd.health.recorded")
+                await self.converge_rules(network_id, HEALTH)
+
+    async def _drained(self, network_id: str) -> None:
+        """A target's time is over: what it still has ends."""
+        async with self.locks.hold(network_id):
+            await self.converge_rules(network_id, DRAIN)
 
     async def try_converge(self, network_id: str) -> None:
         """Converge for nobody in particular: a failure is logged and tried again later."""
@@ -208,5 +285,5 @@ class Keeper:
 
 def _end_traces(nic: Nic, gateway: str) -> None:
     """In the namespace: what the next NIC with this address must not inherit."""
-    conntrack.forget(nic.address)
+    conntrack.forget(*nic.addresses)
     dhcp_release.send(nic.mac, nic.address, gateway, BRIDGE)

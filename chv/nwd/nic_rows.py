@@ -121,9 +121,7 @@ class NicRows:
         if old is not None and not old.asked_address:
             return old.address
         used = {*owners, *self._exposed(network.network_id)}
-        return addresses.allocate(
-            subnet, gateway, used, self._records.released(network.network_id)
-        )
+        return addresses.allocate(subnet, gateway, used, self._records.released(network.network_id))
 
     def _address6(
         self, request: AttachVmNic, old: Nic | None, network: Network, address: str
@@ -156,9 +154,7 @@ class NicRows:
     def _exposed(self, network_id: str) -> dict[str, str]:
         """Return addresses that exposures of the network have, and whose they are."""
         rows = self._records.exposures_of(network_id)
-        return {
-            text: row.exposure.exposure_id for row in rows for text in row.exposure.addresses
-        }
+        return {text: row.exposure.exposure_id for row in rows for text in row.exposure.addresses}
 
     def _refuse_exposed(self, address: str, field: str, network_id: str) -> None:
         owner = self._exposed(network_id).get(address)

@@ -1,34 +1,26 @@
 """NICs as calls see them: attach, detach, open, connect, describe. Records first, then the world.
 
-An address and a MAC are chosen once and kept for the NIC's life. Generations work as for
-networks. While a VMM holds the tap, changes that would need it fail with InUse.
+What a record holds is decided in `nic_rows`. Generations work as for networks; a newer one changes
+groups, rates, limits and ports without touching the tap. While a VMM holds the tap, changes that
+would need it fail with InUse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Network, IPv6Network
 
 import msgspec
 
-from chv.common.errors import (
-    AlreadyExists,
-    Conflict,
-    FailedPrecondition,
-    NotFound,
-    PermissionDenied,
-    ResourceExhausted,
-    StaleGeneration,
-)
+from chv.common.errors import FailedPrecondition, InUse, NotFound, PermissionDenied
 from chv.common.failpoint import failpoint
-from chv.common.names import check_name
 from chv.common.wire.nwd import AttachVmNic, GuestConnection, NicInfo
 from chv.nwd import guest_connection, observe, shaping, stats
-from chv.nwd.addresses import allocate, check_address, check_nic_mac, mac_of
+from chv.nwd.addresses import gateway6
 from chv.nwd.keeper import DETACH, Keeper
 from chv.nwd.kernel import netns, tap
-from chv.nwd.kernel.errors import BRIDGE_PORTS_MAX
 from chv.nwd.networks import refuse_stale
+from chv.nwd.nic_rows import NicRows
 from chv.nwd.records import Network, Nic, Wanted
 
 ATTACH, OPEN = "attach", "open"
@@ -41,6 +33,7 @@ class Nics:
         self._keeper = keeper
         self._parts = keeper.parts
         self._records = keeper.parts.records
+        self._rows = NicRows(self._parts.layout, self._records, self._parts.boot_id)
 
     async def attach(self, request: AttachVmNic) -> NicInfo:
         """Give a VM a port."""
@@ -50,9 +43,13 @@ class Nics:
             refuse_stale(request.nic_id, request.meta.generation, known, self._records.tombstones)
             network = self._due_network(request.network_id)
             shaping.check(request.shape, self._parts.features)
-            row = self._row(request, old, network)
-            if row != old:
-                await self._records.put_nic(row)
+            await self._refuse_held(request, old)
+            async with self._parts.registry:
+                row = self._rows.make(request, old, network)
+                if row != old:
+                    await self._records.put_nic(row)
+            if old is not None and old.boot_id != row.boot_id:
+                await self._keeper.forget_health(row)
             await failpoint("nwd.attach.recorded")
             await self._keeper.converge_nic(row, ATTACH)
             return self.info(row.nic_id)
@@ -139,7 +136,10 @@ class Nics:
             gateway=topology.gateway,
             mtu=topology.mtu,
             hostname=row.hostname,
+            address6=row.address6,
+            gateway6=str(gateway6(IPv6Network(topology.subnet6))) if topology.subnet6 else "",
             queues=row.queues,
+            security_groups=row.groups,
             shape=row.shape,
             state=state,
             message=message,
@@ -181,97 +181,15 @@ class Nics:
             )
         return network
 
-    def _row(self, request: AttachVmNic, old: Nic | None, network: Network) -> Nic:
-        if old is not None:
-            self._refuse_change(request, old)
-        others = [
-            nic for nic in self._records.nics_of(network.network_id) if nic.nic_id != request.nic_id
-        ]
-        self._refuse_duplicates(request, others)
-        return Nic(
-            nic_id=request.nic_id,
-            network_id=request.network_id,
-            vm_id=request.vm_id,
-            generation=request.meta.generation,
-            hostname=check_name(request.hostname, field="hostname"),
-            mac=self._mac(request, old, network, others),
-            address=self._address(request, old, network, others),
-            owner_uid=request.owner_uid,
-            guest_ports=sorted(set(request.guest_ports)),
-            boot_id=self._parts.boot_id,
-            asked_mac=request.mac,
-            asked_address=request.address,
-            queues=request.queues,
-            shape=request.shape,
-        )
-
-    def _refuse_change(self, request: AttachVmNic, old: Nic) -> None:
-        if (request.network_id, request.vm_id) != (old.network_id, old.vm_id):
-            raise Conflict(
-                f"the NIC belongs to VM {old.vm_id} on network {old.network_id}",
-                resource=request.nic_id,
-            )
-        if request.meta.generation > old.generation:
+    async def _refuse_held(self, request: AttachVmNic, old: Nic | None) -> None:
+        """A tap has as many queues as it was made with: while somebody holds it, they stay."""
+        if old is None or old.queues == request.queues or old.network_id != request.network_id:
             return
-        if old.wanted is Wanted.REMOVED:
-            raise StaleGeneration(
-                f"generation {old.generation} is being detached", resource=request.nic_id
+        name = self._parts.layout.tap(old.nic_id)
+        if name in await observe.carriers(self._parts, {old.network_id: [name]}):
+            raise InUse(
+                f"the tap has {old.queues} queues and is held open",
+                field="queues",
+                resource=old.nic_id,
+                hint="the number of queues changes while the VM is off",
             )
-        asked = (request.hostname, request.mac, request.address, request.owner_uid)
-        known = (old.hostname, old.asked_mac, old.asked_address, old.owner_uid)
-        if asked != known or sorted(set(request.guest_ports)) != old.guest_ports:
-            raise Conflict(
-                f"generation {old.generation} is known with another content",
-                resource=request.nic_id,
-                hint="a change needs a newer generation",
-            )
-
-    def _refuse_duplicates(self, request: AttachVmNic, others: list[Nic]) -> None:
-        if len(others) >= BRIDGE_PORTS_MAX:
-            raise ResourceExhausted(
-                f"the network has {len(others)} NICs, and a bridge takes {BRIDGE_PORTS_MAX}",
-                resource=request.network_id,
-                hint="put the NIC on another network",
-            )
-        name = self._parts.layout.tap(request.nic_id)
-        for nic in others:
-            # Two NICs of one VM may share its name: DNS then answers with both addresses.
-            if nic.hostname == request.hostname and nic.vm_id != request.vm_id:
-                raise AlreadyExists(
-                    f"the name {request.hostname!r} belongs to NIC {nic.nic_id}",
-                    field="hostname",
-                    resource=nic.nic_id,
-                )
-            if self._parts.layout.tap(nic.nic_id) == name:
-                raise AlreadyExists(
-                    f"tap {name} belongs to NIC {nic.nic_id}",
-                    field="nic_id",
-                    resource=nic.nic_id,
-                )
-
-    def _mac(
-        self, request: AttachVmNic, old: Nic | None, network: Network, others: list[Nic]
-    ) -> str:
-        if request.mac:
-            mac = check_nic_mac(request.mac, mac_of(network.network_id))
-        else:
-            mac = old.mac if old is not None and not old.asked_mac else mac_of(request.nic_id)
-        for nic in others:
-            if nic.mac == mac:
-                raise AlreadyExists(
-                    f"{mac} belongs to NIC {nic.nic_id}", field="mac", resource=nic.nic_id
-                )
-        return mac
-
-    def _address(
-        self, request: AttachVmNic, old: Nic | None, network: Network, others: list[Nic]
-    ) -> str:
-        subnet = IPv4Network(network.topology.subnet)
-        gateway = IPv4Address(network.topology.gateway)
-        owners = {nic.address: nic.nic_id for nic in others}
-        if request.address:
-            return check_address(request.address, subnet, gateway, owners)
-        if old is not None and not old.asked_address:
-            return old.address
-        released = self._records.released(network.network_id)
-        return allocate(subnet, gateway, owners, released)

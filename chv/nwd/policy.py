@@ -128,9 +128,7 @@ def _checks(exposure: Exposure, nics: Mapping[str, Nic]) -> tuple[Backend, ...]:
     if exposure.health.protocol is HealthProtocol.NONE:
         return ()
     checked = [nics[uid] for uid in exposure.targets if uid in nics]
-    return tuple(
-        Backend(checked_address(exposure, nic), checked_port(exposure)) for nic in checked
-    )
+    return tuple(Backend(checked_address(exposure, nic), checked_port(exposure)) for nic in checked)
 
 
 def inner_addresses(row: ExposureRow, uplinks: Sequence[str]) -> tuple[str, ...]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from chv.common.errors import ChvError
 from chv.common.rpc import Server, WithFds
 from chv.common.wire import nwd as wire
+from chv.common.wire import nwd_policy
 from chv.common.wire.types import CENSUS, CensusReply, Done, Empty, Feature
 from chv.nwd import stats
 from chv.nwd.census import census
+from chv.nwd.exposures import Exposures
+from chv.nwd.groups import Groups
 from chv.nwd.keeper import Keeper
 from chv.nwd.networks import Networks
 from chv.nwd.nics import Nics
@@ -25,6 +28,8 @@ class Service:
         self._parts = keeper.parts
         self._networks = Networks(keeper)
         self._nics = Nics(keeper)
+        self._groups = Groups(keeper)
+        self._exposures = Exposures(keeper)
         self.watching = Watching(keeper)
         self._features: list[Feature] = []
 
@@ -43,6 +48,13 @@ class Service:
         server.add(wire.LIST_NETWORKS, self.list_networks)
         server.add(wire.LIST_NICS, self.list_nics)
         server.add(wire.NWD_HEALTH, self.health)
+        server.add(nwd_policy.SET_GROUP, self._groups.set)
+        server.add(nwd_policy.DELETE_GROUP, self.delete_group)
+        server.add(nwd_policy.LIST_GROUPS, self.list_groups)
+        server.add(nwd_policy.SET_EXPOSURE, self._exposures.set)
+        server.add(nwd_policy.DELETE_EXPOSURE, self.delete_exposure)
+        server.add(nwd_policy.LIST_EXPOSURES, self.list_exposures)
+        server.add(nwd_policy.NIC_STATS, self.nic_stats)
         self.watching.register(server)
 
     async def restore(self) -> None:
@@ -105,6 +117,33 @@ class Service:
         ids = sorted(self._parts.records.nics)
         return wire.ListNicsReply(nics=await self._nics.seen(ids))
 
+    async def nic_stats(self, request: nwd_policy.GetNicStats) -> nwd_policy.NicStatsReply:
+        """See the wire."""
+        known = self._parts.records.nics
+        asked = request.nic_ids or sorted(known)
+        nics = [known[each] for each in asked if each in known]
+        return nwd_policy.NicStatsReply(nics=await stats.statistics(self._parts, nics))
+
+    # --- groups and exposures
+    async def delete_group(self, request: nwd_policy.GroupRef) -> Done:
+        """See the wire."""
+        await self._groups.delete(request.group_id, request.meta.generation)
+        return Done()
+
+    async def list_groups(self, _request: Empty) -> nwd_policy.SecurityGroupsReply:
+        """See the wire."""
+        return nwd_policy.SecurityGroupsReply(groups=self._groups.infos())
+
+    async def delete_exposure(self, request: nwd_policy.ExposureRef) -> Done:
+        """See the wire."""
+        meta = request.meta
+        await self._exposures.delete(request.exposure_id, meta.generation, request.existing)
+        return Done()
+
+    async def list_exposures(self, _request: Empty) -> nwd_policy.ExposuresReply:
+        """See the wire."""
+        return nwd_policy.ExposuresReply(exposures=self._exposures.infos())
+
     # --- the daemon
     async def census(self, _request: Empty) -> CensusReply:
         """See the wire."""
@@ -121,6 +160,8 @@ class Service:
             features=self._features,
             networks=len(self._parts.records.networks),
             nics=len(self._parts.records.nics),
+            groups=len(self._parts.records.groups),
+            exposures=len(self._parts.records.exposures),
             last_error=problems[0][:PROBLEMS_SHOWN_MAX] if problems else "",
             warnings=await self._warnings(),
         )

@@ -113,9 +113,7 @@ def _now(parts: Parts, network: Network, row: ExposureRow) -> Exposed:
     return policy.exposed(row, nics, parts.uplinks(network))
 
 
-def _of_exposure(
-    parts: Parts, network: Network, row: ExposureRow, now_s: float
-) -> list[Unwanted]:
+def _of_exposure(parts: Parts, network: Network, row: ExposureRow, now_s: float) -> list[Unwanted]:
     exposed = _now(parts, network, row)
     now = exposed if row.wanted is Wanted.PRESENT else None
     finished = over(parts, row, now_s)

@@ -284,6 +284,8 @@ class NwdHealth(Reply, frozen=True, kw_only=True):
     features: list[Feature] = []
     networks: int = 0
     nics: int = 0
+    groups: int = 0
+    exposures: int = 0
     last_error: ShortText = ""
     warnings: list[str] = []
 
