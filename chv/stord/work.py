@@ -6,7 +6,6 @@ cut short is found by the next observation. Errors are those of the parts; none 
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
-import anyio
-import anyio.to_thread
 import msgspec
 
+from chv.common import logs
 from chv.common.clock import Clock
 from chv.common.config import StorageConfig
-from chv.common.errors import AlreadyExists, ChvError, DeadlineExceeded, Unavailable
+from chv.common.errors import ChvError, DeadlineExceeded, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.files import ensure_dir
 from chv.common.ids import Ids, short_uid
@@ -33,12 +31,12 @@ from chv.common.process import (
     wait_gone,
 )
 from chv.common.racing import unless
-from chv.common.wire.stord import AccessMode
-from chv.stord import allow, confinement, luks
+from chv.stord import confinement
 from chv.stord.disks import Disks
 from chv.stord.exports import RunDirectory
 from chv.stord.levels import Errors, Levels
 from chv.stord.liveness import is_alive
+from chv.stord.opening import Opening
 from chv.stord.plan import (
     AddExport,
     AddNodes,
@@ -59,6 +57,7 @@ from chv.stord.qsd.monitor import Monitor, open_monitor
 from chv.stord.records import Backend, Records
 from chv.stord.tools import Tools
 
+log = logs.get(__name__)
 STOP_GRACE_S = 3.0
 WORKER_KIND = "qsd"
 LAST_WORDS_CHARACTERS_MAX = 200
@@ -98,6 +97,9 @@ class Work:
         self._stack = stack
         self._monitor: Monitor | None = None
         self.run = RunDirectory(parts.layout, vm_id)
+        self._opening = Opening(parts, self.run, self._reached)
+        # Disks that the storage daemon has from its command line.
+        self._started_with: frozenset[str] = frozenset()
         self._proxies = Proxies(parts.records, parts.provider, parts.ids, self.run, parts.layout)
 
     @property
@@ -204,9 +206,13 @@ class Work:
             case StartBackend():
                 await self._start()
             case AddNodes(volume_id, read_only):
-                await self._add_nodes(volume_id, read_only)
+                if volume_id not in self._started_with:
+                    monitor = await self._open_monitor()
+                    await self._opening.add_nodes(monitor, volume_id, read_only=read_only)
             case AddExport(volume_id, read_only):
-                await self._add_export(volume_id, read_only)
+                if volume_id not in self._started_with:
+                    monitor = await self._open_monitor()
+                    await self._opening.add_export(monitor, volume_id, read_only=read_only)
             case Publish(volume_id, proxied):
                 await self._publish(volume_id, proxied=proxied)
             case StopProxy(volume_id):
@@ -261,6 +267,24 @@ class Work:
         return self._parts.layout.logs / f"qsd-{short_uid(self._vm_id)}.log"
 
     async def _start(self) -> None:
+        """Start the storage daemon with the disks that its command line can open."""
+        disks = await self._opening.at_start()
+        await self._start_with(disks)
+        if not disks:
+            return
+        try:
+            await self._open_monitor()
+        except Unavailable as error:
+            if await self._find_worker() is not None:
+                raise
+            log.warning("started_again", vm_id=self._vm_id, error=error, next="without disks")
+        else:
+            self._started_with = frozenset(each.disk.volume_id for each in disks)
+            return
+        # One of them would not open: the monitor has better words for it than a log.
+        await self._start_with(())
+
+    async def _start_with(self, disks: tuple[graph.Serving, ...]) -> None:
         """Record the intent, start the worker, record the worker."""
         old = self._backend.worker
         if old is not None:
@@ -271,17 +295,18 @@ class Work:
         self.run.prepare(self._backend.storage_uid, self._backend.vm_gid)
         ensure_dir(self._parts.layout.logs, mode=0o750)
         await self._reached("before_spawn")
-        worker = await self._parts.provider.spawn(self._spawn_spec())
+        worker = await self._parts.provider.spawn(self._spawn_spec(disks))
         await self._reached("after_spawn")
         await self._put(worker=worker)
         await self._reached("after_worker_record")
 
-    def _spawn_spec(self) -> SpawnSpec:
+    def _spawn_spec(self, disks: tuple[graph.Serving, ...]) -> SpawnSpec:
         backend = self._backend
         argv = graph.argv(
             self.run.monitor(backend.incarnation),
             self.run.pid_file(backend.worker_id),
             self._parts.binary,
+            disks,
         )
         return SpawnSpec(
             worker_id=backend.worker_id,
@@ -301,66 +326,6 @@ class Work:
             log_path=str(self._log_path()),
             cgroup=f"qsd-{short_uid(self._vm_id)}",
         )
-
-    async def _add_nodes(self, volume_id: str, read_only: bool) -> None:
-        disks = self._parts.disks
-        spec = self._parts.records.volumes[volume_id].backend
-        monitor = await self._open_monitor()
-        await anyio.to_thread.run_sync(disks.grant, volume_id, self._backend.storage_uid)
-        await self._reached("after_grant")
-        disk = await anyio.to_thread.run_sync(partial(disks.disk, volume_id, read_only=read_only))
-        shared = spec.access is AccessMode.READ_ONLY_MANY
-        lock = graph.lock_blockdev(volume_id, disks.lock_path(volume_id), shared=shared)
-        await monitor.add_node(lock)
-        await self._reached("after_lock")
-        await self._add_group(monitor, disk)
-        await self._reached("after_group")
-        await self._open_chain(monitor, disk)
-        await self._reached("after_blockdev")
-        await monitor.add_node(graph.throttle(volume_id, disk.own[-1].number))
-        await self._reached("after_throttle")
-
-    async def _open_chain(self, monitor: Monitor, disk: graph.Disk) -> None:
-        """Open the layers. A storage daemon that waits for a server answers nothing else.
-
-        If no VMM has had anything of it, it is killed; else that is up to the pulses.
-        """
-        late: DeadlineExceeded
-        try:
-            await luks.add_locked(monitor, self._parts.layout, disk, graph.chain(disk))
-            return
-        except DeadlineExceeded as error:
-            late = error
-        spec = self._parts.records.volumes[disk.volume_id].backend
-        place = spec.nbd or spec.iscsi or spec.rbd
-        if place is None:
-            raise late
-        message = f"{spec.class_name.value} server {allow.remote_of(place)} does not answer"
-        worker = self._backend.worker
-        rows = self._parts.records.of_vm(self._vm_id)
-        if worker is None or any(row.published for row in rows):
-            raise DeadlineExceeded(message, resource=disk.volume_id) from late
-        await self._parts.provider.kill(worker, signal.SIGKILL)
-        await wait_gone(worker)
-        raise Unavailable(message, resource=disk.volume_id) from late
-
-    @staticmethod
-    async def _add_group(monitor: Monitor, disk: graph.Disk) -> None:
-        group = graph.throttle_group(disk.volume_id)
-        limits = graph.limits_arguments(disk.limits)
-        try:
-            await monitor.add_object("throttle-group", group, {"limits": limits})
-            return
-        except AlreadyExists:  # an attachment was cut short after this step
-            pass
-        await monitor.set_limits(group, disk.limits)
-
-    async def _add_export(self, volume_id: str, read_only: bool) -> None:
-        path = self.run.unprimed(volume_id)
-        path.unlink(missing_ok=True)
-        monitor = await self._open_monitor()
-        await monitor.add_export(graph.export(volume_id, path, not read_only))
-        await self._reached("after_export")
 
     async def _publish(self, volume_id: str, *, proxied: bool) -> None:
         backend = self._backend

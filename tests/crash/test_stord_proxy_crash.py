@@ -25,8 +25,7 @@ from tests.integration.vhost_client import VhostDisk
 pytestmark = [pytest.mark.root, needs_qsd]
 
 GRAPH = (
-    *("before_spawn", "after_spawn", "after_worker_record", "after_grant", "after_lock"),
-    *("after_group", "after_blockdev", "after_throttle", "after_export", "after_prime"),
+    *("after_grant", "before_spawn", "after_spawn", "after_worker_record", "after_prime"),
     "after_rename",
 )
 PROXY = ("before_proxy_spawn", "after_proxy_spawn", "after_proxy_record", "after_proxy_rename")

@@ -229,7 +229,7 @@ async def move(node: Node, volume: str, target: wire.VolumeBackend) -> None:
         assert final.state is wire.JobState.DONE, final
 
 
-@pytest.mark.parametrize("point", ["after_grant", "after_lock", "after_blockdev", "after_rename"])
+@pytest.mark.parametrize("point", ["after_grant", "after_spawn", "after_prime", "after_rename"])
 async def test_a_kill_at_any_step_of_an_attachment_leaves_no_device_node(
     node: Node, scratch: Path, point: str
 ) -> None:

@@ -6,7 +6,8 @@ layers below the volume's own (an image, or the layers of the volume that it is 
 counted from the bottom; `t-<s>` is the throttle filter on top, which is exported; `z-<s>` is there
 while the guest is held (`chv.stord.qsd.hold`). Objects: `g-<s>` the throttle group, `k-<s>-<key>`
 a key while something is opened with it. Formats and backing files are always declared: QEMU probes
-nothing, and what a header says of other files is never followed.
+nothing, and what a header says of other files is never followed. What is QEMU's default anyway
+is left out: a monitor reads byte by byte, about 5 us each, so that a command costs its length.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from chv.common.ids import short_uid
 from chv.common.wire.stord import Limits, Rate
 
 BINARY = "qemu-storage-daemon"
-# One queue with native AIO is the set whose behaviour on a crash is proven.
-QUEUES = 1
 Node = dict[str, object]
 # QEMU's names of the limits, ours, and what the parts of a Rate are called there.
 RATES = {
@@ -135,8 +134,37 @@ def removal_order(present: frozenset[str], volume_id: str) -> list[str]:
     return sorted((name for name in present if is_of(name, volume_id)), key=rank)
 
 
-def argv(monitor_path: Path, pid_path: Path, binary: str = BINARY) -> list[str]:
-    """Command line of an empty storage daemon; disks come by QMP.
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """A disk with all that it takes to export it."""
+
+    disk: Disk
+    lock_path: Path
+    socket_path: Path
+    shared: bool = False  # several may read it, nobody writes
+
+
+def options(serving: Serving) -> list[str]:
+    """Return what of a command line opens and exports a disk, in the order of the monitor's way."""
+    disk = serving.disk
+    lock = lock_blockdev(disk.volume_id, serving.lock_path, shared=serving.shared)
+    group: Node = {"qom-type": "throttle-group", **group_options(disk)}
+    nodes = (
+        ("--blockdev", lock),
+        ("--object", group),
+        ("--blockdev", chain(disk)),
+        ("--blockdev", throttle(disk.volume_id, disk.own[-1].number)),
+        ("--export", export(disk.volume_id, serving.socket_path, not disk.read_only)),
+    )
+    return [text for name, node in nodes for text in (name, msgspec.json.encode(node).decode())]
+
+
+def argv(
+    monitor_path: Path, pid_path: Path, binary: str = BINARY, disks: tuple[Serving, ...] = ()
+) -> list[str]:
+    """Command line of a storage daemon with these disks; all others come by QMP.
+
+    Options take effect in their order and the first that fails ends it: where the monitor
+    answers, every disk is exported.
 
     QSD has no option for a label and its ids take no colon, so the name of the pid file carries
     the worker id. `wait=on` makes it take its first client before it moves the monitor into a
@@ -146,6 +174,7 @@ def argv(monitor_path: Path, pid_path: Path, binary: str = BINARY) -> list[str]:
     """
     return [
         binary,
+        *(text for disk in disks for text in options(disk)),
         "--chardev",
         f"socket,id=monitor,path={monitor_path},server=on,wait=on",
         "--monitor",
@@ -167,16 +196,15 @@ def lock_blockdev(volume_id: str, lock_path: Path, *, shared: bool = False) -> N
     return {
         "driver": "blkdebug",
         "node-name": lock_node(volume_id),
-        "read-only": shared,
         "take-child-perms": [permission],
         "unshare-child-perms": ["write"],
-        "image": {
-            "driver": "file",
-            "filename": str(lock_path),
-            "locking": "on",
-            "read-only": shared,
-        },
-    }
+        "image": {"driver": "file", "filename": str(lock_path), "locking": "on"}
+        | _read_only(shared),
+    } | _read_only(shared)
+
+
+def _read_only(value: bool) -> Node:
+    return {"read-only": True} if value else {}
 
 
 def chain(disk: Disk) -> Node:
@@ -209,7 +237,7 @@ def _layer(
     volume_id: str, layer: LayerNode, names: tuple[str, str], *, below: Node | None, read_only: bool
 ) -> Node:
     node = image_node(layer, secret_id(volume_id, layer.key), file_node=names[1])
-    node |= {"node-name": names[0], "read-only": read_only}
+    node |= {"node-name": names[0], **_read_only(read_only)}
     if layer.format == "qcow2":
         node["backing"] = below
     return node
@@ -257,15 +285,23 @@ def throttle(volume_id: str, top: int) -> Node:
 
 
 def export(volume_id: str, socket_path: Path, writable: bool) -> Node:
-    """Describe the vhost-user-blk export of the volume."""
-    return {
+    """Describe the vhost-user-blk export of the volume.
+
+    One queue, the default, with native AIO is the set whose behaviour on a crash is proven.
+    """
+    node: Node = {
         "type": "vhost-user-blk",
         "id": export_id(volume_id),
         "node-name": throttle_node(volume_id),
-        "writable": writable,
-        "num-queues": QUEUES,
         "addr": {"type": "unix", "path": str(socket_path)},
     }
+    return node | ({"writable": True} if writable else {})
+
+
+def group_options(disk: Disk) -> Node:
+    """Return id and limits of the disk's throttle group; a new group has none."""
+    group: Node = {"id": throttle_group(disk.volume_id)}
+    return group if disk.limits == Limits() else group | {"limits": limits_arguments(disk.limits)}
 
 
 def limits_arguments(limits: Limits) -> Node:

@@ -69,7 +69,6 @@ def test_every_layer_of_a_disk_discards_and_nothing_is_probed() -> None:
         "driver": "qcow2",
         "node-name": "f2-0123abcd11",
         "discard": "unmap",
-        "read-only": False,
         "file": file_node("p2", "/v/layer-2.qcow2"),
         "backing": {
             "driver": "qcow2",

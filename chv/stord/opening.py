@@ -1,0 +1,141 @@
+"""How a storage daemon gets its disks: on its command line, or by its monitor.
+
+A monitor reads byte by byte and a disk is a thousand of them, so a new storage daemon opens by its
+command line whatever it can: what needs no key, which nobody may read there, and no server, which
+may not answer. All else comes by QMP, in the same order: the lock first, so that nothing is opened
+that somebody else writes. The caller holds the VM's lock; errors are those of the parts.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+from chv.common.errors import AlreadyExists, DeadlineExceeded, Unavailable
+from chv.common.process import wait_gone
+from chv.common.wire.stord import AccessMode
+from chv.stord import allow, luks
+from chv.stord.disks import LOCAL_DRIVERS
+from chv.stord.exports import RunDirectory
+from chv.stord.qsd import graph
+from chv.stord.qsd.monitor import Monitor
+from chv.stord.records import Backend
+
+if TYPE_CHECKING:
+    from chv.stord.work import Parts
+
+Reached = Callable[[str], Awaitable[None]]
+
+
+class Opening:
+    """The disks of one VM. `reached` names the failpoints."""
+
+    def __init__(self, parts: Parts, run: RunDirectory, reached: Reached) -> None:
+        self._parts = parts
+        self._run = run
+        self._reached = reached
+
+    @property
+    def _backend(self) -> Backend:
+        return self._parts.records.backends[self._run.vm_id]
+
+    # --- by the command line
+    async def at_start(self) -> tuple[graph.Serving, ...]:
+        """Give the files of the wanted disks to the storage uid; describe those to start with."""
+        rows = [row for row in self._parts.records.of_vm(self._run.vm_id) if row.wanted]
+        wanted = [(row.volume_id, row.read_only) for row in rows]
+        serving = await anyio.to_thread.run_sync(self._granted, sorted(wanted))
+        await self._reached("after_grant")
+        return serving
+
+    def _granted(self, wanted: list[tuple[str, bool]]) -> tuple[graph.Serving, ...]:
+        found: list[graph.Serving] = []
+        for volume_id, read_only in wanted:
+            serving = self._serving(volume_id, read_only=read_only)
+            if is_plain(serving.disk):
+                self._parts.disks.grant(volume_id, self._backend.storage_uid)
+                found.append(serving)
+        return tuple(found)
+
+    def _serving(self, volume_id: str, *, read_only: bool) -> graph.Serving:
+        disks = self._parts.disks
+        return graph.Serving(
+            disk=disks.disk(volume_id, read_only=read_only),
+            lock_path=disks.lock_path(volume_id),
+            socket_path=self._run.unprimed(volume_id),
+            shared=self._is_shared(volume_id),
+        )
+
+    def _is_shared(self, volume_id: str) -> bool:
+        spec = self._parts.records.volumes[volume_id].backend
+        return spec.access is AccessMode.READ_ONLY_MANY
+
+    # --- by the monitor
+    async def add_nodes(self, monitor: Monitor, volume_id: str, *, read_only: bool) -> None:
+        """Give the files to the storage uid, take the lock, open the layers below a throttle."""
+        disks = self._parts.disks
+        await anyio.to_thread.run_sync(disks.grant, volume_id, self._backend.storage_uid)
+        await self._reached("after_grant")
+        disk = await anyio.to_thread.run_sync(partial(disks.disk, volume_id, read_only=read_only))
+        shared = self._is_shared(volume_id)
+        lock = graph.lock_blockdev(volume_id, disks.lock_path(volume_id), shared=shared)
+        await monitor.add_node(lock)
+        await self._reached("after_lock")
+        await self._add_group(monitor, disk)
+        await self._reached("after_group")
+        await self._open_chain(monitor, disk)
+        await self._reached("after_blockdev")
+        await monitor.add_node(graph.throttle(volume_id, disk.own[-1].number))
+        await self._reached("after_throttle")
+
+    @staticmethod
+    async def _add_group(monitor: Monitor, disk: graph.Disk) -> None:
+        options = graph.group_options(disk)
+        try:
+            await monitor.add_object("throttle-group", str(options.pop("id")), options)
+            return
+        except AlreadyExists:  # an attachment was cut short after this step
+            pass
+        await monitor.set_limits(graph.throttle_group(disk.volume_id), disk.limits)
+
+    async def _open_chain(self, monitor: Monitor, disk: graph.Disk) -> None:
+        """Open the layers. A storage daemon that waits for a server answers nothing else.
+
+        If no VMM has had anything of it, it is killed; else that is up to the pulses.
+        """
+        late: DeadlineExceeded
+        try:
+            await luks.add_locked(monitor, self._parts.layout, disk, graph.chain(disk))
+            return
+        except DeadlineExceeded as error:
+            late = error
+        spec = self._parts.records.volumes[disk.volume_id].backend
+        place = spec.nbd or spec.iscsi or spec.rbd
+        if place is None:
+            raise late
+        message = f"{spec.class_name.value} server {allow.remote_of(place)} does not answer"
+        worker = self._backend.worker
+        rows = self._parts.records.of_vm(self._run.vm_id)
+        if worker is None or any(row.published for row in rows):
+            raise DeadlineExceeded(message, resource=disk.volume_id) from late
+        await self._parts.provider.kill(worker, signal.SIGKILL)
+        await wait_gone(worker)
+        raise Unavailable(message, resource=disk.volume_id) from late
+
+    async def add_export(self, monitor: Monitor, volume_id: str, *, read_only: bool) -> None:
+        """Export the volume under a name that no VMM looks at."""
+        path = self._run.unprimed(volume_id)
+        path.unlink(missing_ok=True)
+        await monitor.add_export(graph.export(volume_id, path, not read_only))
+        await self._reached("after_export")
+
+
+def is_plain(disk: graph.Disk) -> bool:
+    """Tell whether a command line can open the disk."""
+    layers = (*disk.below, *disk.own)
+    return not disk.keys and all(layer.protocol.driver in LOCAL_DRIVERS for layer in layers)
