@@ -43,6 +43,7 @@ class SimNic:
     tap_lost: bool = False  # deleted and made again while a VMM had it open
     groups: list[str] = field(default_factory=list)
     metadata: nwd.VmMetadata | None = None
+    last: nwd.AttachVmNic | None = None  # as it was asked for last
 
 
 @dataclass
@@ -134,6 +135,7 @@ class SimNwd(SimPolicy):
                 self.violate(f"NIC {params.nic_id}: one generation with two contents")
         known.generation = params.meta.generation
         known.groups, known.metadata = params.security_groups, params.metadata
+        known.last = params
         return self._nic(params.nic_id)
 
     def _DetachVmNic(self, params: nwd.NicRef) -> Done:

@@ -219,7 +219,16 @@ class Applier:
             self._context.world.layout.vmm_uid(facts_of(self._stored).slot),
         )
         await self._context.nwd.call(nwd.ATTACH_NIC, request)
-        self._context.wake(nic.network_uid)
+        self._wake_network(nic.network_uid, [*nic.group_uids, *self._groups_seen(nic_id)])
+
+    def _groups_seen(self, nic_id: str) -> list[str]:
+        seen = self._sight.nics.get(nic_id)
+        return seen.security_groups if seen is not None else []
+
+    def _wake_network(self, network_uid: str, groups: list[str]) -> None:
+        """Let those be looked at who count this NIC."""
+        for uid in dict.fromkeys((network_uid, *groups)):
+            self._context.wake(uid)
 
     async def _seed(self) -> None:
         desired = desired_vm(self._context.ledger.tables, self._stored)
@@ -375,7 +384,7 @@ class Applier:
         with suppress(NotFound):  # that is what we want
             await self._context.nwd.call(nwd.DETACH_NIC, request)
         if seen is not None:
-            self._context.wake(seen.network_id)
+            self._wake_network(seen.network_id, seen.security_groups)
 
     async def _remove_files(self) -> None:
         await self._context.world.seeds.remove(self._handle)
