@@ -52,7 +52,8 @@ class Groups:
         towards = "to" if direction is Direction.EGRESS else "from"
         what = _what(packet)
         if not nic.groups:
-            return f"without security groups nothing may connect to it ({what} {towards} {peer})"
+            why = "it has no security groups, and nothing may then connect to it"
+            return f"{why} ({what} {towards} {peer})"
         names = [self.rows[uid].group.name for uid in nic.groups if uid in self.rows]
         return (
             f"no rule of its security groups ({', '.join(names)}) allows {direction.value}"

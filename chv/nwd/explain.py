@@ -123,7 +123,7 @@ class Explainer:
             source=own,
             destination=str(target),
             source_port=self._random.randint(_PORTS_FROM, _PORTS_TO),
-            destination_port=request.port,
+            destination_port=0 if protocol.startswith("icmp") else request.port,
             mark=self._random.randint(1, largest),
         )
 
@@ -143,6 +143,7 @@ class Explainer:
             tap=parts.layout.tap(nic.nic_id),
             uplink=UPLINK if has_uplink(network) else "",
             host_uplink=parts.layout.uplink(network_id),
+            host_table=parts.layout.host_table,
             packet=packet,
             groups=Groups.of(parts.records.groups, nics),
             taps={parts.layout.tap(each.nic_id): each for each in nics},

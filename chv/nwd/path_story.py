@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from chv.common.wire.nwd_policy import Direction, PathReply, PathStep
 from chv.nwd.deciding import Groups, opened
@@ -20,6 +21,7 @@ from chv.nwd.records import Nic
 DELIVERED, FORWARDED, DROPPED, UNKNOWN = "delivered", "forwarded", "dropped", "unknown"
 DECIDED_CHARACTERS_MAX = 256
 FORWARD, INPUT, POSTROUTING = "forward", "input", "postrouting"
+EXPOSURE_CHAINS = "e_"
 TEMPORARY = "chvx"  # so begin the tables that switch tracing on
 RuleKey = tuple[str, str, int]  # table, chain, handle
 
@@ -32,6 +34,7 @@ class Scene:
     tap: str
     uplink: str
     host_uplink: str
+    host_table: str
     packet: Packet
     groups: Groups
     taps: Mapping[str, Nic] = field(default_factory=dict)
@@ -114,7 +117,7 @@ def tell(scene: Scene, trail: Trail, host: Trail | None, route: str) -> PathRepl
     ]
     found = trail.drop()
     if found is not None and found[1].family == "bridge":
-        return _answer(DROPPED, _spoofing(trail.text(found[1])), steps)
+        return _answer(DROPPED, _spoofing(found[1], trail.text(found[1])), steps)
     final = trail.last_packet(scene.packet)
     steps += _translated(scene, trail)
     if any(event.family != "bridge" for _, event in trail.passes()):
@@ -168,27 +171,32 @@ def _source(packet: Packet) -> str:
     return with_port(packet.source, packet.source_port)
 
 
-def _spoofing(text: str) -> str:
-    words = text.split()
-    name = words[words.index("name") + 1].strip('"') if "name" in words else text
-    return f"the rules against spoofing ({name})"
+def _spoofing(event: Event, text: str) -> str:
+    reason = event.chain.removeprefix("drop_") if event.chain.startswith("drop_") else text
+    return f"the rules against spoofing ({reason})"
 
 
 def _denied(scene: Scene, trail: Trail, found: tuple[str, Event], final: Packet) -> str:
     """Say in the words of the objects why it was dropped; else in those of the rule."""
     hook, event = found
     text = trail.text(event)
-    if "reject" in text and scene.exposure:
-        return f"exposure {scene.exposure} has no healthy target, and refuses"
+    if event.chain.startswith(EXPOSURE_CHAINS):
+        refuses = "reject" in text
+        why = "no healthy target, and refuses" if refuses else f"no source {final.source}"
+        return f"exposure {scene.exposure} has {why}"
+    if event.chain.startswith("connections_"):
+        return "the guest has as many connections as it may have"
+    if event.chain == "not_allowed_out":
+        if ip_address(final.destination).is_link_local:
+            return f"link-local addresses like {final.destination} are not forwarded"
+        return scene.groups.denied(scene.nic, Direction.EGRESS, final)
+    if event.chain == "not_allowed_in":
+        peer = scene.nic_at(final.destination)
+        if peer is None:
+            return f"no guest of the network has the address {final.destination}"
+        return f"{peer.hostname}: {scene.groups.denied(peer, Direction.INGRESS, final)}"
     if hook == INPUT:
         return "the gateway takes DHCP, DNS, ping and metadata alone"
-    is_translated = _target(final) != _target(scene.packet)
-    if hook == FORWARD and not scene.groups.allowing(scene.nic, Direction.EGRESS, final):
-        return scene.groups.denied(scene.nic, Direction.EGRESS, final)
-    peer = scene.nic_at(final.destination)
-    is_inward = hook == FORWARD and peer is not None and not is_translated
-    if is_inward and peer is not None and not scene.groups.allowing(peer, Direction.INGRESS, final):
-        return f"{peer.hostname}: {scene.groups.denied(peer, Direction.INGRESS, final)}"
     return f"rule `{text}` in {event.table}/{event.chain}"
 
 
@@ -209,7 +217,8 @@ def _passed(
         steps.append(_rule_step("rules", trail, accepted, "allowed"))
     left = leaves(scene, trail)
     if left is None:
-        return _answer(UNKNOWN, _lost(trail, accepted, final, route), steps)
+        verdict = DROPPED if accepted is None and not route else UNKNOWN
+        return _answer(verdict, _lost(trail, accepted, final, route), steps)
     steps += _source_nat(final, left.packet)
     if left.link != scene.uplink:
         nic = scene.taps[left.link]
@@ -236,15 +245,12 @@ def _lost(trail: Trail, accepted: Event | None, final: Packet, route: str) -> st
 
 
 def _allowed(scene: Scene, final: Packet, peer: Nic | None) -> str:
-    out = scene.groups.allowing(scene.nic, Direction.EGRESS, final)
-    if not out and scene.exposure:
-        out = scene.groups.allowing(scene.nic, Direction.EGRESS, scene.packet)
-    parts = [f"egress of {scene.nic.hostname}: {out}"] if out else []
     if scene.exposure:
-        parts.append(f"exposure {scene.exposure}")
-    elif peer is not None:
-        into = scene.groups.allowing(peer, Direction.INGRESS, final)
-        parts += [f"ingress of {peer.hostname}: {into}"] if into else []
+        return f"exposure {scene.exposure}: its own sources decide, no group"
+    out = scene.groups.allowing(scene.nic, Direction.EGRESS, final)
+    into = scene.groups.allowing(peer, Direction.INGRESS, final) if peer is not None else ""
+    parts = [f"{scene.nic.hostname}, egress: {out}"] if out else []
+    parts += [f"{peer.hostname}, ingress: {into}"] if peer is not None and into else []
     return "; ".join(parts) or "the network's rules"
 
 
@@ -258,12 +264,10 @@ def _on_host(
     if found is not None:
         event = found[1]
         steps.append(_rule_step("host", host, event, "dropped"))
-        text = host.text(event) or "a rule"
-        why = f"the host's own rules: `{text}` in table {event.table}, chain {event.chain}"
-        return _answer(DROPPED, why, steps)
+        return _answer(DROPPED, _denied_by_host(scene, host, found), steps)
     left = leaves_host(scene, host)
     if left is not None:
-        steps += [replace_place(each) for each in _source_nat(packet, left.packet)]
+        steps += [_on_hosts_side(each) for each in _source_nat(packet, left.packet)]
         steps.append(PathStep(place="host", what="leaves the host", detail=left.link))
         return _answer(FORWARDED, allowed, steps)
     if host.accepted(INPUT) is not None:
@@ -274,8 +278,17 @@ def _on_host(
     return _answer(UNKNOWN, why, steps)
 
 
-def replace_place(step: PathStep) -> PathStep:
-    """Return a step of the host's side."""
+def _denied_by_host(scene: Scene, host: Trail, found: tuple[str, Event]) -> str:
+    hook, event = found
+    if event.table == scene.host_table and hook == INPUT:
+        return "the node itself takes nothing but ping from guests"
+    if event.table == scene.host_table and event.chain == "into_tenant":
+        return "it leads to another network, which takes no connections from there"
+    text = host.text(event) or "a rule"
+    return f"the host's own rules: `{text}` in table {event.table}, chain {event.chain}"
+
+
+def _on_hosts_side(step: PathStep) -> PathStep:
     return PathStep(place="host", what=step.what, detail=step.detail)
 
 

@@ -42,7 +42,8 @@ def make(tap: str, mac: str, alias: str) -> socket.socket:
             found = links.read([SENDER, MIRROR, tap])
             if len(found) != 3:
                 raise OSError(errno.ENODEV, tap)
-            for name in (SENDER, MIRROR):
+            # The sender last: a link that is raised before its peer drops for a while.
+            for name in (MIRROR, SENDER):
                 _silence_and_raise(ask, found[name].index)
             _redirect(
                 ask, found[MIRROR].index, found[tap].index, bytes.fromhex(mac.replace(":", ""))
