@@ -50,6 +50,9 @@ class SimPolicy:
             raise StaleGeneration(f"{generation} < {known.generation}")
         if known is not None and generation == known.generation and group != known.group:
             self.violate(f"group {group.name}: generation {generation} with another content")
+        unknown = self._peers(group) - self.groups.keys() - {group.group_id}
+        if unknown:
+            raise NotFound(f"no such groups: {unknown}")
         self.groups[group.group_id] = SimGroup(generation, group)
         return self._group(group.group_id)
 
@@ -62,8 +65,19 @@ class SimPolicy:
         members = [uid for uid, nic in self.nics.items() if params.group_id in nic.groups]
         if members:
             raise InUse(f"its members are {members}")
+        naming = [
+            each.group.name
+            for uid, each in self.groups.items()
+            if uid != params.group_id and params.group_id in self._peers(each.group)
+        ]
+        if naming:
+            raise InUse(f"it is named by {naming}")
         del self.groups[params.group_id]
         return Done()
+
+    @staticmethod
+    def _peers(group: policy.SecurityGroup) -> set[str]:
+        return {uid for rule in group.rules for uid in rule.groups}
 
     def _group(self, uid: str) -> policy.SecurityGroupInfo:
         members = [nic for nic in self.nics.values() if uid in nic.groups]

@@ -41,7 +41,8 @@ class GroupReconciler(PolicyReconciler):
         self._context.looked_at(self._uid)
         if stored.deleting:
             return await self._delete(stored, seen)
-        wanted = wanted_group(self._context.ledger.tables, stored)
+        there = frozenset(each.group_id for each in listed)
+        wanted = wanted_group(self._context.ledger.tables, stored, there)
 
         async def send(meta: CallMeta) -> object:
             existing = EXISTING[group_of(stored).spec.existing]
@@ -61,6 +62,10 @@ class GroupReconciler(PolicyReconciler):
             await self.wait(f"degraded: {seen.message}")
             await self.show(stored, status, condition("Ready", False, "Degraded", seen.message))
             return DEGRADED
+        if wanted != wanted_group(self._context.ledger.tables, stored):
+            await self.wait("waits for groups that its rules name")
+            await self.show(stored, status, condition("Ready", False, "PeersNotReady"))
+            return Waiting(2.0)
         absent = missing_peers(self._context.ledger.tables, stored)
         message = f"there is no group {', '.join(absent)}: its rules allow less" if absent else ""
         evidence = f"{len(wanted.rules)} rules in {len(seen.networks)} networks"

@@ -113,14 +113,21 @@ def group_of(stored: StoredObject) -> SecurityGroup:
     return stored.resource
 
 
-def wanted_group(tables: Tables, stored: StoredObject) -> policy.SecurityGroup:
-    """Return the group as nwd wants it."""
+def wanted_group(
+    tables: Tables, stored: StoredObject, known: frozenset[str] | None = None
+) -> policy.SecurityGroup:
+    """Return the group as nwd wants it, with those peers alone that it knows by now.
+
+    Groups may name each other: the first of them is made without the second, and again with it.
+    """
     group = group_of(stored)
     rules = [
         _rule(tables, group.metadata.namespace, direction, rule)
         for field, direction in DIRECTIONS
         for rule in getattr(group.spec, field)
     ]
+    if known is not None:
+        rules = [_among(rule, known | {stored.uid}) for rule in rules]
     return policy.SecurityGroup(
         group_id=stored.uid,
         name=group.metadata.name,
@@ -129,6 +136,10 @@ def wanted_group(tables: Tables, stored: StoredObject) -> policy.SecurityGroup:
         rules=[rule for rule in rules if rule.cidrs or rule.groups],
         log_dropped=group.spec.log_dropped,
     )
+
+
+def _among(rule: policy.SecurityRule, known: frozenset[str]) -> policy.SecurityRule:
+    return msgspec.structs.replace(rule, groups=[uid for uid in rule.groups if uid in known])
 
 
 def missing_peers(tables: Tables, stored: StoredObject) -> list[str]:
