@@ -29,6 +29,7 @@ from chv.nwd.kernel import conntrack, dhcp_release, netns
 from chv.nwd.loading import load_rules
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.nft import rules
+from chv.nwd.metadata_server import MetadataServer
 from chv.nwd.observe import Sockets, observe, observe_nic
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, DnsState
@@ -59,6 +60,7 @@ class Keeper:
         self.host = host
         self.locks = NetworkLocks()
         self.problems: dict[str, str] = {}
+        self.metadata = MetadataServer(parts, tasks)
         self._tasks = tasks
         self._clean: set[str] = set()
         self._watched: dict[str, str] = {}
@@ -151,6 +153,7 @@ class Keeper:
                 break
         else:
             raise Internal("the network does not settle", resource=row.network_id)
+        await self.metadata.follow(row)
         self._watch(row.network_id)
         self._clean.add(row.network_id)
         for nic in self.parts.records.nics_of(row.network_id):
@@ -188,6 +191,7 @@ class Keeper:
 
     async def _remove(self, row: Network) -> None:
         network_id = row.network_id
+        await self.metadata.stop(network_id)
         for _ in range(PASSES_MAX):
             async with AsyncExitStack() as stack:
                 sockets = Sockets(stack, self.parts.netns_path(network_id))
