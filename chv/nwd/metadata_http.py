@@ -66,7 +66,7 @@ def _parse(head: bytes, hosts: Sequence[str]) -> Request:
     line, *rest = head.split(b"\r\n")
     found = _LINE.fullmatch(line)
     if found is None:
-        is_other = re.fullmatch(rb"[A-Z]+ /\S* HTTP/[0-9.]+", line)
+        is_other = re.fullmatch(rb"[A-Z]+ /[\x21-\x7e]* HTTP/[0-9.]+", line)
         raise Refused(505, "HTTP/1.1 only") if is_other else Refused(400, "not a request line")
     headers = _headers(rest)
     _check(headers, hosts, is_new=found[3] == b"1")
