@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -21,6 +22,8 @@ from chv.common.process import (
     verify,
     wait_gone,
 )
+from chv.common.process import become
+from chv.common.process import syscalls
 from chv.common.process.providers import cgroup, find_hierarchy
 from tests.helpers import wait_until
 from tests.integration.process_helpers import new_layout, open_provider, python_worker, sleeper
@@ -53,6 +56,23 @@ async def test_a_worker_lives_in_a_leaf_of_its_own(provider: CgroupProvider) -> 
     assert Path(record.cgroup).name == "vm1-" + spec.worker_id.rpartition(":")[2]
     assert members(record.cgroup) == [record.pid]
     assert procfs.cgroup(os.getpid()) != procfs.cgroup(record.pid)
+
+
+async def test_a_worker_is_born_in_its_leaf_and_joins_it_where_the_kernel_cannot_do_that(
+    provider: CgroupProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_fd: int) -> int:
+        raise OSError(errno.ENOSYS, "not in this sandbox")
+
+    steps = tuple((name, step) for name, step in become._STEPS if name != "cgroup")
+    with monkeypatch.context() as born:
+        born.setattr(become, "_STEPS", steps)
+        first = await provider.spawn(sleeper(provider.layout))
+    monkeypatch.setattr(syscalls, "fork_into_cgroup", refused)
+    second = await provider.spawn(sleeper(provider.layout))
+
+    assert members(first.cgroup) == [first.pid]
+    assert members(second.cgroup) == [second.pid]
 
 
 async def test_kill_reaches_descendants_in_other_sessions(provider: CgroupProvider) -> None:

@@ -26,7 +26,7 @@ class Launch:
 
     Descriptors on the right side of `fds` lie above all numbers on the left. `privileged`: the
     spawner is root and sets the identity; otherwise the child stays who it is. `netns_fd`,
-    `landlock_fd` and `cgroup_fd` (an open cgroup.procs) are -1 where not wanted.
+    `landlock_fd`, `cgroup_fd` (the directory) and `cgroup_procs_fd` are -1 where not wanted.
     """
 
     executable: str
@@ -47,6 +47,7 @@ class Launch:
     empty_netns: bool
     landlock_fd: int
     cgroup_fd: int
+    cgroup_procs_fd: int
     dies_with_parent: bool
 
 
@@ -94,8 +95,8 @@ def _signals(_: Launch) -> None:
 
 
 def _cgroup(launch: Launch) -> None:
-    if launch.cgroup_fd >= 0:
-        os.write(launch.cgroup_fd, b"0")
+    if launch.cgroup_procs_fd >= 0:
+        os.write(launch.cgroup_procs_fd, b"0")
 
 
 def _oom(launch: Launch) -> None:

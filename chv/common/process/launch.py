@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import anyio
@@ -42,15 +42,16 @@ class Started:
 
 
 @contextmanager
-def prepared(
-    program: Program, *, cgroup_procs: str = "", dies_with_parent: bool
-) -> Iterator[Launch]:
-    """Open all that the child needs, check all that can be checked, close it afterwards."""
+def prepared(program: Program, *, cgroup: str = "", dies_with_parent: bool) -> Iterator[Launch]:
+    """Open all that the child needs, check all that can be checked, close it afterwards.
+
+    `cgroup`: directory of the one that the process starts in.
+    """
     check(program)
     executable = resolve(program)
     with ExitStack() as stack:
         try:
-            launch = _open_all(stack, program, executable, (cgroup_procs, dies_with_parent))
+            launch = _open_all(stack, program, executable, (cgroup, dies_with_parent))
         except OSError as error:
             raise start_error(program, "open", error.errno or 0) from error
         yield launch
@@ -59,7 +60,7 @@ def prepared(
 def _open_all(
     stack: ExitStack, program: Program, executable: str, lifetime: tuple[str, bool]
 ) -> Launch:
-    cgroup_procs, dies_with_parent = lifetime
+    cgroup, dies_with_parent = lifetime
     floor = max(2, *program.fds) + 1 if program.fds else 3
 
     def own(fd: int) -> int:
@@ -74,7 +75,10 @@ def _open_all(
     given = {target: lifted(source) for target, source in program.fds.items()}
     netns = lifted(own(_open_netns(program.netns))) if program.netns else -1
     rules = lifted(_own_ruleset(own, program)) if program.landlock and landlock.abi() else -1
-    procs = lifted(own(os.open(cgroup_procs, os.O_WRONLY | os.O_CLOEXEC))) if cgroup_procs else -1
+    leaf = procs = -1
+    if cgroup:
+        leaf = lifted(own(os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)))
+        procs = lifted(own(os.open(f"{cgroup}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)))
     return Launch(
         executable=executable,
         argv=program.argv,
@@ -93,7 +97,8 @@ def _open_all(
         netns_fd=netns,
         empty_netns=program.empty_netns,
         landlock_fd=rules,
-        cgroup_fd=procs,
+        cgroup_fd=leaf,
+        cgroup_procs_fd=procs,
         dies_with_parent=dies_with_parent,
     )
 
@@ -309,7 +314,7 @@ def _shepherd(launch: Launch, report_fd: int) -> None:
     reader, low = os.pipe()
     writer = syscalls.lift(low, launch.fd_floor)
     os.close(low)
-    pid = os.fork()
+    pid, launch = _fork_worker(launch)
     if pid == 0:
         os.close(reader)
         _announce(report_fd)
@@ -320,3 +325,12 @@ def _shepherd(launch: Launch, report_fd: int) -> None:
         os.waitpid(pid, 0)
         os.write(report_fd, failure)
     os._exit(0)
+
+
+def _fork_worker(launch: Launch) -> tuple[int, Launch]:
+    """Fork, into the cgroup where there is one and that works; return what is left to do."""
+    if launch.cgroup_fd >= 0:
+        with contextlib.suppress(OSError):
+            pid = syscalls.fork_into_cgroup(launch.cgroup_fd)
+            return pid, replace(launch, cgroup_procs_fd=-1)
+    return os.fork(), launch

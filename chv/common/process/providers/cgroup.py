@@ -69,8 +69,7 @@ class CgroupProvider:
         """Start a worker in a leaf of its own."""
         check_spawn(spec)
         with self._leaf(spec) as leaf:
-            procs = str(leaf / "cgroup.procs")
-            with prepared(spec, cgroup_procs=procs, dies_with_parent=False) as launch:
+            with prepared(spec, cgroup=str(leaf), dies_with_parent=False) as launch:
                 started = await start_detached(spec, launch)
             return make_record(spec, started, str(leaf))
 
