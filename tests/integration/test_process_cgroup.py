@@ -17,13 +17,13 @@ from chv.common.process import (
     AdoptVerdict,
     CgroupProvider,
     PlainProvider,
+    become,
     choose_provider,
     procfs,
+    syscalls,
     verify,
     wait_gone,
 )
-from chv.common.process import become
-from chv.common.process import syscalls
 from chv.common.process.providers import cgroup, find_hierarchy
 from tests.helpers import wait_until
 from tests.integration.process_helpers import new_layout, open_provider, python_worker, sleeper
