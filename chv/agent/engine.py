@@ -22,6 +22,7 @@ from chv.agent.image.reconciler import ImageReconciler
 from chv.agent.keys import Keys
 from chv.agent.ledger import Ledger
 from chv.agent.mutations import Mutations
+from chv.agent.network.directory import Directory
 from chv.agent.network.exposures import ExposureReconciler
 from chv.agent.network.groups import GroupReconciler
 from chv.agent.network.reconciler import NetworkReconciler
@@ -204,6 +205,10 @@ class Engine:
     def vm_access(self, name: str, namespace: str, interface: str = "") -> VmAccess:
         """NIC, address and pinned host key of a VM; NotFound, FailedPrecondition."""
         return queries.vm_access(self._context, name, namespace, interface)
+
+    def directory(self, namespace: str) -> Directory:
+        """Names of NICs, networks and groups; empty: of every namespace."""
+        return Directory.of(self._ledger.tables, namespace)
 
     def vm_uid(self, name: str, namespace: str) -> str:
         """The uid of a VM by name; NotFound."""

@@ -17,6 +17,7 @@ from chv.agent.console.recording import FILE_NAME
 from chv.agent.daemons import Daemons
 from chv.agent.engine import Engine
 from chv.agent.image.callers import path_refused, refuse_paths
+from chv.agent.network.watching import Watching
 from chv.agent.node import Node
 from chv.agent.ports import OnProgress
 from chv.agent.probes import Probes
@@ -99,6 +100,7 @@ class Service:
         server.add(api.LIST_KEYS, engine.keys.list_all)
         server.add(api.GET_STORAGE_METRICS, self.storage_metrics)
         server.add(api.LIST_JOBS, self.storage_jobs)
+        Watching(self._parts.daemons.link("nwd"), engine.directory).register(server)
 
     async def get_object(self, request: api.ObjectRef) -> api.ObjectReply:
         """One object, from memory."""

@@ -35,17 +35,27 @@ _NUMBERS = 2**32
 
 @dataclass
 class Ring:
-    """The newest entries of a network, numbered from 1. `lost`: told of and never read."""
+    """The newest entries of a network. `lost`: told of and never read.
 
+    Numbers begin at `base`, which grows from one process to the next: a reader of an earlier one
+    is known by its number.
+    """
+
+    base: int = 1
     entries: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=ENTRIES_MAX))
-    next: int = 1
+    added: int = 0
     lost: int = 0
     expected: int = 0  # the kernel's number of the next packet
+
+    @property
+    def next(self) -> int:
+        """The number of the next entry."""
+        return self.base + self.added
 
     def add(self, entry: LogEntry) -> None:
         """Take an entry; the oldest goes where there is no more room."""
         self.entries.append(entry)
-        self.next += 1
+        self.added += 1
 
     def count(self, number: int) -> None:
         """Take the kernel's number of a packet: what lies between is lost."""
@@ -55,7 +65,7 @@ class Ring:
     def page(self, request: GetNetworkLog) -> NetworkLogReply:
         """Return the newest entries, or the first ones after where the reader was."""
         first = self.next - len(self.entries)
-        is_known = 0 < request.after <= self.next
+        is_known = self.base <= request.after <= self.next
         start = max(request.after, first) if is_known else first
         overrun = max(0, first - request.after) if is_known else 0
         found = [
@@ -132,7 +142,7 @@ class PacketLogs:
     async def _read(
         self, network_id: str, listener: socket.socket, scope: anyio.CancelScope
     ) -> None:
-        ring = self._rings.setdefault(network_id, Ring())
+        ring = self._rings.setdefault(network_id, Ring(base=1 + int(anyio.current_time() * 1000)))
         ring.expected = 0
         with listener, scope:
             while True:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from chv.common.errors import ErrorData
 from chv.common.rpc import Method
+from chv.common.wire.agent_watch import WATCH_METHODS
 from chv.common.wire.stord import JobsReply, StorageMetrics
 from chv.common.wire.types import (
     CENSUS,
@@ -528,4 +529,5 @@ METHODS = (
     LIST_KEYS,
     GET_STORAGE_METRICS,
     LIST_JOBS,
+    *WATCH_METHODS,
 )
