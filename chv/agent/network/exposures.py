@@ -19,7 +19,7 @@ from chv.agent.network.policy import (
 )
 from chv.agent.records import StoredObject
 from chv.common.wire import nwd_policy as policy
-from chv.common.wire.resources import Condition, ExposureStatus, ExposureTargetStatus
+from chv.common.wire.resources import ExposureStatus, ExposureTargetStatus
 from chv.common.wire.types import CallMeta
 
 FAILPOINTS = (
@@ -93,12 +93,18 @@ class ExposureReconciler(PolicyReconciler):
 
     async def _show(self, stored: StoredObject, seen: policy.ExposureInfo) -> Outcome:
         status = self._status(stored, seen)
-        if seen.status != "ready":
+        evidence = f"{_healthy(status)} of {len(status.targets)} targets healthy"
+        if seen.status == "ready":
+            await self.show(stored, status, condition("Ready", True, "InKernel", evidence=evidence))
+            await self.settle("ready")
+            return Done()
+        reason = "Degraded" if _healthy(status) else "NoHealthyTarget"
+        await self.show(stored, status, condition("Ready", False, reason, seen.message, evidence))
+        if reason == "Degraded":
             await self.wait(f"degraded: {seen.message}")
-            await self.show(stored, status, condition("Ready", False, "Degraded", seen.message))
             return DEGRADED
-        await self.show(stored, status, _ready(status))
-        await self.settle("ready")
+        # It stands; that its targets answer, or that they boot, is not what was asked of us.
+        await self.settle(seen.message)
         return Done()
 
     async def _delete(self, stored: StoredObject, seen: policy.ExposureInfo | None) -> Outcome:
@@ -135,9 +141,5 @@ def _target(vm: str, nic: str, seen: policy.TargetInfo | None) -> ExposureTarget
     )
 
 
-def _ready(status: ExposureStatus) -> Condition:
-    """It stands in the kernel; whether anybody would answer is said beside."""
-    healthy = sum(each.state == "healthy" for each in status.targets)
-    message = "" if healthy else "no target is healthy: connections are refused"
-    evidence = f"{healthy} of {len(status.targets)} targets healthy"
-    return condition("Ready", True, "InKernel", message, evidence)
+def _healthy(status: ExposureStatus) -> int:
+    return sum(each.state == "healthy" for each in status.targets)
