@@ -86,7 +86,8 @@ def exposure(network_id: str, **changes: Any) -> wire.Exposure:
 
 
 def exposure_row(made: wire.Exposure, **changes: Any) -> ExposureRow:
-    return ExposureRow(**({"exposure": made, "generation": 1} | changes))
+    fields: dict[str, Any] = {"exposure": made, "generation": 1}
+    return ExposureRow(**(fields | changes))
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -54,7 +55,7 @@ class Rig:
 
 
 def run(
-    path: Path, act: Callable[[Rig, Network], object], seconds: float = 20.0, **changes: object
+    path: Path, act: Callable[[Rig, Network], object], seconds: float = 20.0, **changes: Any
 ) -> Rig:
     """Start the checks of one target, `act`, and let time go by."""
 
@@ -101,8 +102,12 @@ def test_a_target_that_ends_is_found_out_within_fall_intervals(tmp_path: Path) -
 
 
 def test_what_was_known_outlives_us_and_only_a_change_is_told(tmp_path: Path) -> None:
-    known = {"health": lambda uid: {uid: Health(healthy=True, since="")}}
-    assert run(tmp_path, lambda rig, net: None, **known).told == []
+    rig = run(
+        tmp_path,
+        lambda rig, net: None,
+        health=lambda uid: {uid: Health(healthy=True, since="")},
+    )
+    assert rig.told == []
 
 
 def test_a_change_that_could_not_be_recorded_is_told_again(tmp_path: Path) -> None:

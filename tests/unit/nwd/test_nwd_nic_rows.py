@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ async def test_a_group_of_another_tenant_is_refused(tmp_path: Path) -> None:
     ],
 )
 async def test_what_the_network_does_not_have_is_refused(
-    tmp_path: Path, changes: dict[str, str], kind: type[ChvError], field: str
+    tmp_path: Path, changes: dict[str, Any], kind: type[ChvError], field: str
 ) -> None:
     async with open_parts(tmp_path / "db") as parts:
         net = network(public_addresses=["192.0.2.8"])
@@ -110,11 +111,15 @@ async def test_the_same_generation_with_another_content_is_refused(tmp_path: Pat
         await parts.records.put_group(one)
         request = attach(net.network_id, security_groups=[one.group.group_id])
         row = rows_of(parts).make(request, None, net)
-        same = {"nic_id": request.nic_id, "vm_id": request.vm_id}
+        same: dict[str, Any] = {"nic_id": request.nic_id, "vm_id": request.vm_id}
         uids = [one.group.group_id]
         again = attach(net.network_id, security_groups=uids, **same)
         assert rows_of(parts).make(again, row, net) == row
-        for changes in ({}, {"security_groups": uids, "shape": Shape(egress_bps=1000)}):
+        others: tuple[dict[str, Any], ...] = (
+            {},
+            {"security_groups": uids, "shape": Shape(egress_bps=1000)},
+        )
+        for changes in others:
             with pytest.raises(Conflict):
                 rows_of(parts).make(attach(net.network_id, **(same | changes)), row, net)
         newer = rows_of(parts).make(attach(net.network_id, 2, **same), row, net)
