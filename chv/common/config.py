@@ -63,10 +63,13 @@ class NetworkConfig(_Table, frozen=True):
     """`[network]`: the addresses nwd may take, and those it must stay away from.
 
     `host_netns` is the namespace whose uplink the networks use; empty: the one nwd starts in.
+    Each network with an uplink takes two addresses of `uplink_pool`, and with IPv6 the two of the
+    same number of `uplink_pool6`; none of them is seen outside the node.
     """
 
     host_netns: PathText = ""
     uplink_pool: Text = "169.254.64.0/18"
+    uplink_pool6: Text = "fd63:6876::/112"
     forwarders: Annotated[list[Text], Meta(max_length=8)] = []
     dhcp_lease_s: Annotated[int, Meta(ge=120, le=604_800)] = 3600
     reserved: Annotated[list[Text], Meta(max_length=256)] = []
@@ -201,11 +204,23 @@ def check(config: Config) -> None:
             field="network.uplink_pool",
             hint="an IPv4 subnet such as 169.254.64.0/18",
         )
+    _check_uplink_pool6(config.network, pool.num_addresses)
     for index, forwarder in enumerate(config.network.forwarders):
         check_address(forwarder, field=f"network.forwarders[{index}]")
     for index, subnet in enumerate(config.network.reserved):
         check_cidr(subnet, field=f"network.reserved[{index}]")
     _check_socket_lengths(config)
+
+
+def _check_uplink_pool6(network: NetworkConfig, addresses: int) -> None:
+    field = "network.uplink_pool6"
+    pool = check_cidr(network.uplink_pool6, field=field)
+    if pool.version != 6 or pool.num_addresses < addresses:
+        raise InvalidArgument(
+            f"{shown(network.uplink_pool6)} has not as many addresses as network.uplink_pool",
+            field=field,
+            hint="an IPv6 subnet such as fd63:6876::/112",
+        )
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:

@@ -1,70 +1,27 @@
-"""Which subnets, addresses and MACs may be used, and which one a NIC gets. Pure.
+"""Which addresses and MACs may be used, and which one a NIC gets. Pure.
 
-Every refusal names the value, the field and what it collides with. Subnets of tenants may overlap
-each other, for each has a namespace of its own; they may not overlap what the host itself uses,
-since traffic to that must leave the namespace by its uplink.
+Every refusal names the value, the field and what it collides with. What a whole network may ask
+for is checked in `topology`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
-from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from collections.abc import Collection, Sequence, Set
+from ipaddress import (
+    IPv4Address,
+    IPv4Interface,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+)
 
+from chv.common import names
 from chv.common.errors import InUse, InvalidArgument, ResourceExhausted
-from chv.common.names import check_hostname, check_mac, shown
-from chv.common.wire.nwd import Topology
+from chv.common.names import check_mac, shown
 
 PREFIX_MIN, PREFIX_MAX = 8, 30
-_SPECIAL = {
-    "0.0.0.0/8": "addresses of this host on this network",
-    "127.0.0.0/8": "loopback",
-    "169.254.0.0/16": "link-local",
-    "224.0.0.0/4": "multicast",
-    "240.0.0.0/4": "reserved",
-}
-_SPECIAL_NETWORKS = {IPv4Network(text): what for text, what in _SPECIAL.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a subnet may not overlap: (network, what it is, for the message)."""
-
-    uplink_pool: str
-    reserved: Sequence[str] = ()
-    host_addresses: Sequence[str] = ()  # with prefix lengths
-    host_routes: Sequence[str] = ()  # without the default route
-
-    def occupied(self) -> Iterable[tuple[IPv4Network, str]]:
-        """Return every occupied network and what it is."""
-        yield from _SPECIAL_NETWORKS.items()
-        yield IPv4Network(self.uplink_pool), "the uplink pool (network.uplink_pool)"
-        for text in self.reserved:
-            network = ipaddress.ip_network(text)
-            if isinstance(network, IPv4Network):
-                yield network, "reserved by the node (network.reserved)"
-        for text in self.host_addresses:
-            yield IPv4Interface(text).network, f"the host's address {text}"
-        for text in self.host_routes:
-            yield IPv4Network(text), f"the host's route to {text}"
-
-
-def check_topology(topology: Topology, surroundings: Surroundings) -> IPv4Address:
-    """Check what a network asks for; return its gateway."""
-    subnet = check_subnet(topology.subnet)
-    for network, what in surroundings.occupied():
-        if subnet.overlaps(network):
-            raise InvalidArgument(
-                f"{subnet} overlaps {network}: {what}",
-                field="spec.subnet",
-                hint="choose a subnet that neither the host nor its uplink uses",
-            )
-    check_hostname(topology.dns_domain, field="spec.dnsDomain")
-    for index, forwarder in enumerate(topology.forwarders):
-        check_forwarder(forwarder, f"spec.forwarders[{index}]")
-    return check_gateway(topology.gateway, subnet)
+PREFIX6_MIN, PREFIX6_MAX = 64, 112
 
 
 def check_subnet(text: str) -> IPv4Network:
@@ -88,26 +45,32 @@ def check_subnet(text: str) -> IPv4Network:
     return interface.network
 
 
+def check_subnet6(text: str) -> IPv6Network:
+    """Check that a text is an IPv6 subnet that can hold a gateway and NICs."""
+    subnet = names.check_cidr(text, field="spec.subnet6")
+    if not isinstance(subnet, IPv6Network):
+        raise InvalidArgument(
+            f"{text} is not an IPv6 subnet",
+            field="spec.subnet6",
+            hint="such as fd12:3456:789a::/64",
+        )
+    if not PREFIX6_MIN <= subnet.prefixlen <= PREFIX6_MAX:
+        raise InvalidArgument(
+            f"{text} has a prefix outside /{PREFIX6_MIN} to /{PREFIX6_MAX}", field="spec.subnet6"
+        )
+    return subnet
+
+
+def gateway6(subnet: IPv6Network) -> IPv6Address:
+    """Return the gateway: the first address after that of the subnet, which means any router."""
+    return subnet.network_address + 1
+
+
 def check_gateway(text: str, subnet: IPv4Network) -> IPv4Address:
     """Return the gateway: what was asked for, else the first host address."""
     if not text:
         return subnet.network_address + 1
     return _host_address(text, subnet, "spec.gateway")
-
-
-def check_forwarder(text: str, field: str) -> str:
-    """Check the address of a DNS server that answers for the rest of the world."""
-    try:
-        address = IPv4Address(text)
-    except ValueError as error:
-        raise InvalidArgument(f"{shown(text)} is not an IPv4 address", field=field) from error
-    if address.is_loopback or address.is_multicast or address.is_link_local or int(address) == 0:
-        raise InvalidArgument(
-            f"{text} cannot be reached from a tenant network",
-            field=field,
-            hint="name a server on the network; the host's own stub resolver is not one",
-        )
-    return text
 
 
 def _host_address(text: str, subnet: IPv4Network, field: str) -> IPv4Address:
@@ -159,6 +122,48 @@ def allocate(
     )
 
 
+def check_address6(text: str, subnet: IPv6Network, owners: dict[str, str]) -> str:
+    """Check an IPv6 address that a NIC asks for; return it as it is always written."""
+    address = names.check_address(text, field="address6")
+    if not isinstance(address, IPv6Address):
+        raise InvalidArgument(f"{text} is not an IPv6 address", field="address6")
+    if address not in subnet:
+        raise InvalidArgument(f"{text} is not in {subnet}", field="address6")
+    if address == subnet.network_address:
+        raise InvalidArgument(f"{text} means any router of {subnet}", field="address6")
+    if address == gateway6(subnet):
+        raise InvalidArgument(f"{text} is the gateway of {subnet}", field="address6")
+    owner = owners.get(str(address))
+    if owner is not None:
+        raise InUse(f"{address} belongs to NIC {owner}", field="address6", resource=owner)
+    return str(address)
+
+
+def allocate6(
+    subnet: IPv6Network, host_number: int, used: Collection[str], released: Sequence[str] = ()
+) -> str:
+    """Return a free IPv6 address: that with the number of the IPv4 one, else the lowest free.
+
+    `host_number` counts from the address of the IPv4 subnet. One that was given back comes last.
+    """
+    taken = {str(gateway6(subnet)), str(subnet.network_address), *used}
+    avoided = taken | set(released)
+    if 0 < host_number < subnet.num_addresses:
+        candidate = str(subnet.network_address + host_number)
+        if candidate not in avoided:
+            return candidate
+    for offset in range(1, min(subnet.num_addresses - 1, len(avoided) + 1) + 1):
+        candidate = str(subnet.network_address + offset)
+        if candidate not in avoided:
+            return candidate
+    for candidate in released:
+        if candidate not in taken and IPv6Address(candidate) in subnet:
+            return candidate
+    raise ResourceExhausted(
+        f"all addresses of {subnet} are used", field="address6", hint="use a larger subnet6"
+    )
+
+
 def mac_of(uid: str) -> str:
     """Return a locally administered unicast MAC that follows from a uid."""
     digest = hashlib.sha256(f"chv mac {uid}".encode()).digest()
@@ -176,6 +181,12 @@ def check_nic_mac(text: str, bridge_mac: str) -> str:
 def uplink_addresses(pool: str, slot: int) -> tuple[str, str]:
     """Return the host's and the network's end of the /31 in a slot of the pool."""
     base = IPv4Network(pool).network_address + 2 * slot
+    return str(base), str(base + 1)
+
+
+def uplink_addresses6(pool: str, slot: int) -> tuple[str, str]:
+    """Return the host's and the network's end of the /127 in a slot of the IPv6 pool."""
+    base = IPv6Network(pool).network_address + 2 * slot
     return str(base), str(base + 1)
 
 

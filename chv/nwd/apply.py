@@ -11,17 +11,17 @@ from typing import Any, assert_never
 
 import anyio.to_thread
 
-from chv.common.errors import Conflict, NotFound, OwnershipConflict
+from chv.common.errors import NotFound, OwnershipConflict
 from chv.common.failpoint import failpoint, failpoint_sync
-from chv.nwd import runfiles, settings, steps
+from chv.nwd import runfiles, steps
 from chv.nwd.blueprint import Blueprint, alias_prefix
-from chv.nwd.kernel import links, netns, sysctl, tap, tc
+from chv.nwd.kernel import links, neighbours, netns, sysctl, tap, tc
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.rtnl import Rtnl
-from chv.nwd.nft.ruleset import Applied
+from chv.nwd.loading import load_rules
 from chv.nwd.observe import Sockets
 from chv.nwd.parts import Parts
-from chv.nwd.plan import BRIDGE
+from chv.nwd.plan import BRIDGE, UPLINK
 from chv.nwd.records import Worker
 from chv.nwd.shaping import Shaping
 from chv.nwd.steps import Place, WantedLink
@@ -70,8 +70,8 @@ class Work:
             case steps.MakeNetns():
                 self._forget_rules()
                 await anyio.to_thread.run_sync(netns.create, self._name)
-            case steps.SetSysctls():
-                await netns.inside(self._path, lambda: sysctl.write(_differing()))
+            case steps.SetSysctls(place=place):
+                await self._set_sysctls(place)
             case steps.MakeBridge(link=link):
                 rtnl = await self._sockets.inner()
                 await rtnl.add_bridge(link.name, link.mac, link.mtu)
@@ -88,7 +88,7 @@ class Work:
             case steps.ClearShape(name=name, ifb=ifb):
                 await self._shape(name, Shaping(ifb=ifb))
             case steps.LoadRules():
-                await self._load_rules()
+                await load_rules(self._parts, self._network_id, self._blueprint.rules, self._verb)
             case (
                 steps.DeleteLink()
                 | steps.ChangeLink()
@@ -96,9 +96,16 @@ class Work:
                 | steps.LinkUp()
                 | steps.AddAddress()
                 | steps.DeleteAddress()
-                | steps.SetDefaultRoute()
             ):
                 await self._apply_to_link(step)
+            case (
+                steps.SetDefaultRoute()
+                | steps.AddRoute()
+                | steps.DeleteRoute()
+                | steps.AddProxy()
+                | steps.DeleteProxy()
+            ):
+                await self._apply_to_paths(step)
             case steps.WriteFiles() | steps.StopDns() | steps.StartDns() | steps.TellDns():
                 await self._apply_to_dns(step)
             case steps.RemoveNetns():
@@ -118,17 +125,16 @@ class Work:
         | steps.IsolatePort
         | steps.LinkUp
         | steps.AddAddress
-        | steps.DeleteAddress
-        | steps.SetDefaultRoute,
+        | steps.DeleteAddress,
     ) -> None:
         match step:
             case steps.DeleteLink(place=place, name=name):
                 await self._delete(place, name)
             case steps.ChangeLink(place=place, link=wanted):
                 await self._change(place, wanted)
-            case steps.IsolatePort(name=name):
+            case steps.IsolatePort(name=name, isolated=isolated):
                 rtnl, link = await self._find(Place.INNER, name)
-                await rtnl.change(link, isolated=True)
+                await rtnl.change(link, isolated=isolated)
             case steps.LinkUp(place=place, name=name):
                 rtnl, link = await self._find(place, name)
                 await rtnl.change(link, up=True)
@@ -138,10 +144,37 @@ class Work:
             case steps.DeleteAddress(place=place, name=name, cidr=cidr):
                 rtnl, link = await self._find(place, name)
                 await rtnl.delete_address(link, cidr)
-            case steps.SetDefaultRoute(gateway=gateway):
-                await (await self._sockets.inner()).replace_default_route(gateway)
             case _:
                 assert_never(step)
+
+    async def _apply_to_paths(self, step: steps.PathStep) -> None:
+        match step:
+            case steps.SetDefaultRoute(gateway=gateway):
+                rtnl, link = await self._find(Place.INNER, UPLINK)
+                await rtnl.replace_default_route(link, gateway)
+            case steps.AddRoute(name=name, target=target, gateway=gateway):
+                rtnl, link = await self._find(Place.HOST, name)
+                await rtnl.add_route(link, target, gateway)
+            case steps.DeleteRoute(name=name, target=target, gateway=gateway):
+                rtnl, link = await self._find(Place.HOST, name)
+                await rtnl.delete_route(link, target, gateway)
+            case steps.AddProxy(address=address):
+                _, bridge = await self._find(Place.INNER, BRIDGE)
+                index = bridge.index
+                await netns.inside(self._path, lambda: neighbours.add_proxy(index, address))
+            case steps.DeleteProxy(address=address):
+                _, bridge = await self._find(Place.INNER, BRIDGE)
+                index = bridge.index
+                await netns.inside(self._path, lambda: neighbours.delete_proxy(index, address))
+            case _:
+                assert_never(step)
+
+    async def _set_sysctls(self, place: Place) -> None:
+        if place is Place.HOST:
+            path, wanted = netns.OWN, self._blueprint.host_sysctls
+        else:
+            path, wanted = self._path, self._blueprint.sysctls
+        await netns.inside(path, lambda: sysctl.write(sysctl.differing(wanted)))
 
     async def _rtnl(self, place: Place) -> Rtnl:
         if place is Place.HOST:
@@ -220,22 +253,6 @@ class Work:
         directory = self._parts.layout.network_run(self._network_id)
         (directory / runfiles.RULES).unlink(missing_ok=True)
 
-    async def _load_rules(self) -> None:
-        before = self._parts.loaded.pop(self._network_id, None)
-        loaded = await self._parts.nft.load(
-            self._path, self._blueprint.rules, before, self._note_rules
-        )
-        if loaded is None:
-            raise Conflict(
-                "somebody changed nft rules in the same moment", resource=self._network_id
-            )
-        self._parts.loaded[self._network_id] = loaded
-
-    def _note_rules(self, applied: Applied) -> None:
-        """In a thread, right after the rules were loaded."""
-        failpoint_sync(f"nwd.{self._verb}.rules_loaded")
-        runfiles.note_rules(runfiles.prepare(self._parts.layout, self._network_id), applied)
-
     async def _apply_to_dns(
         self, step: steps.WriteFiles | steps.StopDns | steps.StartDns | steps.TellDns
     ) -> None:
@@ -282,7 +299,3 @@ def _make_tap(wanted: WantedLink) -> dict[str, Link]:
     """In the namespace: make it, and see what the kernel made of it."""
     tap.make(wanted.name, wanted.owner_uid, is_multi_queue=wanted.queues > 1)
     return links.read([wanted.name])
-
-
-def _differing() -> dict[str, str]:
-    return sysctl.differing(settings.SYSCTLS)

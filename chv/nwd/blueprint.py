@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Network
+from ipaddress import IPv4Network, IPv6Network
 
 from chv.common.config import Config
 from chv.common.layout import Layout
-from chv.common.wire.nwd import UplinkMode
-from chv.nwd import addresses, dnsmasq
-from chv.nwd.dnsmasq import DnsNetwork, DnsNic
+from chv.common.wire.nwd import L2Mode, Topology, UplinkMode
+from chv.nwd import addresses, dnsmasq, metadata
+from chv.nwd import settings as kernel_settings
+from chv.nwd.dnsmasq import DnsName, DnsNetwork, DnsNic
 from chv.nwd.nft import rules
-from chv.nwd.nft.model import NetworkRules
+from chv.nwd.nft.model import MASQUERADE, NetworkRules
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.plan import BRIDGE, UPLINK, VETH, DesiredNetwork
 from chv.nwd.policy import NOTHING, Policy, nic_rules
 from chv.nwd.records import Network, Nic
 from chv.nwd.shaping import shaping
 from chv.nwd.steps import WantedLink
+from chv.nwd.topology import routed
 
-UPLINK_PREFIX = 31
+UPLINK_PREFIX, UPLINK_PREFIX6 = 31, 127
+# A link without a link-local address cannot ask for neighbours; these are ours to give.
+LINK_LOCAL, LINK_LOCAL_INNER = "fe80::1/64", "fe80::2/64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +35,22 @@ class Settings:
     """What the node's configuration says about networks."""
 
     uplink_pool: str
+    uplink_pool6: str
     forwarders: Sequence[str]
     reserved: Sequence[str]
     lease_s: int
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Take them from the configuration; DNS inside tenants is IPv4 alone for now."""
+        """Take them from the configuration."""
         network = config.network
-        forwarders = tuple(server for server in network.forwarders if ":" not in server)
-        return cls(network.uplink_pool, forwarders, tuple(network.reserved), network.dhcp_lease_s)
+        return cls(
+            uplink_pool=network.uplink_pool,
+            uplink_pool6=network.uplink_pool6,
+            forwarders=tuple(network.forwarders),
+            reserved=tuple(network.reserved),
+            lease_s=network.dhcp_lease_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,8 @@ class Blueprint:
     rules: Ruleset
     files: dict[str, str]
     configuration: str
+    sysctls: dict[str, str]
+    host_sysctls: dict[str, str]
 
 
 def alias(layout: Layout, network_id: str, part: str) -> str:
@@ -72,82 +84,148 @@ def draw(
 ) -> Blueprint:
     """Return the blueprint of a network with these NICs."""
     dns = _dns_network(layout, settings, network)
-    dns_nics = [DnsNic(nic.mac, nic.address, nic.hostname) for nic in nics]
+    dns_nics = [DnsNic(nic.mac, nic.address, nic.hostname, nic.address6) for nic in nics]
     ruleset = rules.render(network_rules(layout, settings, network, nics, policy))
     files = dnsmasq.files(dns_nics, dns)
     configuration = dnsmasq.configuration(dns)
-    inner, host, gateway = _uplink(layout, settings, network)
+    inner, host = _uplink(layout, settings, network)
     desired = DesiredNetwork(
-        bridge=_bridge(layout, network),
+        bridge=_bridge(layout, network, policy.virtual),
         uplink=inner,
         host_uplink=host,
         host_name=layout.uplink(network.network_id),
-        default_gateway=gateway,
+        default_gateways=_default_gateways(settings, network),
+        host_routes=_host_routes(settings, network),
         taps=tuple(_tap(layout, network, nic) for nic in nics),
         rules=ruleset.digest,
         files=dnsmasq.files_digest(files),
         configuration=digest(configuration),
     )
-    return Blueprint(desired, ruleset, files, configuration)
+    return Blueprint(
+        desired=desired,
+        rules=ruleset,
+        files=files,
+        configuration=configuration,
+        sysctls=inner_sysctls(network.topology),
+        host_sysctls=host_sysctls(layout, network.topology),
+    )
+
+
+def inner_sysctls(topology: Topology) -> dict[str, str]:
+    """Return the kernel settings of a network's namespace."""
+    is_isolated = topology.l2 is L2Mode.ISOLATED
+    return kernel_settings.inner(has_ipv6=bool(topology.subnet6), is_isolated=is_isolated)
+
+
+def host_sysctls(layout: Layout, topology: Topology) -> dict[str, str]:
+    """Return the kernel settings of the host's end of its uplink."""
+    name = layout.uplink(topology.network_id)
+    return kernel_settings.host_uplink(name, has_ipv6=bool(topology.subnet6))
 
 
 def has_uplink(network: Network) -> bool:
     """Tell whether a network reaches the outside."""
-    return network.topology.uplink is UplinkMode.NAT
+    return network.topology.uplink is not UplinkMode.NONE
 
 
 def forwarders(settings: Settings, network: Network) -> Sequence[str]:
     """Return the DNS servers for the rest of the world: the network's, else the node's."""
-    return network.topology.forwarders or settings.forwarders
+    servers = network.topology.forwarders or settings.forwarders
+    return [server for server in servers if network.topology.subnet6 or ":" not in server]
 
 
-def _bridge(layout: Layout, network: Network) -> WantedLink:
+def gateway6(topology: Topology) -> str:
+    """Return the IPv6 gateway, empty where the network has no IPv6."""
+    return str(addresses.gateway6(IPv6Network(topology.subnet6))) if topology.subnet6 else ""
+
+
+def _bridge(layout: Layout, network: Network, virtual: Sequence[str]) -> WantedLink:
+    """Return the bridge; it answers for the addresses that exposures have in the subnets."""
     topology = network.topology
     length = IPv4Network(topology.subnet).prefixlen
+    cidrs = {f"{topology.gateway}/{length}"}
+    if topology.subnet6:
+        length = IPv6Network(topology.subnet6).prefixlen
+        cidrs |= {f"{gateway6(topology)}/{length}", LINK_LOCAL}
+    cidrs |= {f"{address}/{128 if ':' in address else 32}" for address in virtual}
+    cidrs |= metadata.addresses_of(network)
     return WantedLink(
         name=BRIDGE,
         kind="bridge",
         alias=alias(layout, network.network_id, "bridge"),
         mac=addresses.mac_of(network.network_id),
         mtu=topology.mtu,
-        addresses=frozenset({f"{topology.gateway}/{length}"}),
+        addresses=frozenset(cidrs),
     )
 
 
 def _uplink(
     layout: Layout, settings: Settings, network: Network
-) -> tuple[WantedLink | None, WantedLink | None, str]:
-    """Return both ends, the network's first, and the host's address."""
-    if network.uplink_slot is None or not has_uplink(network):
-        return None, None, ""
-    ours, theirs = addresses.uplink_addresses(settings.uplink_pool, network.uplink_slot)
-    mtu = network.topology.mtu
+) -> tuple[WantedLink | None, WantedLink | None]:
+    """Return both ends, the network's first."""
+    pairs = _pairs(settings, network)
+    if not pairs:
+        return None, None
+    topology, network_id = network.topology, network.network_id
+    ours = {f"{host}/{length}" for host, _, length in pairs}
+    theirs = {f"{inner}/{length}" for _, inner, length in pairs}
+    theirs |= {f"{address}/32" for address in topology.public_addresses}
+    if topology.subnet6:
+        ours, theirs = ours | {LINK_LOCAL}, theirs | {LINK_LOCAL_INNER}
     inner = WantedLink(
         name=UPLINK,
         kind=VETH,
-        alias=alias(layout, network.network_id, "uplink"),
-        mtu=mtu,
-        addresses=frozenset({f"{theirs}/{UPLINK_PREFIX}"}),
+        alias=alias(layout, network_id, "uplink"),
+        mtu=topology.mtu,
+        addresses=frozenset(theirs),
     )
     host = WantedLink(
-        name=layout.uplink(network.network_id),
+        name=layout.uplink(network_id),
         kind=VETH,
-        alias=alias(layout, network.network_id, "host"),
-        mtu=mtu,
-        addresses=frozenset({f"{ours}/{UPLINK_PREFIX}"}),
+        alias=alias(layout, network_id, "host"),
+        mtu=topology.mtu,
+        addresses=frozenset(ours),
     )
-    return inner, host, ours
+    return inner, host
+
+
+def _pairs(settings: Settings, network: Network) -> list[tuple[str, str, int]]:
+    """Return (host's end, network's end, prefix length) of each family; none without uplink."""
+    slot = network.uplink_slot
+    if slot is None or not has_uplink(network):
+        return []
+    pairs = [(*addresses.uplink_addresses(settings.uplink_pool, slot), UPLINK_PREFIX)]
+    if network.topology.subnet6:
+        pair = addresses.uplink_addresses6(settings.uplink_pool6, slot)
+        pairs.append((*pair, UPLINK_PREFIX6))
+    return pairs
+
+
+def _default_gateways(settings: Settings, network: Network) -> frozenset[str]:
+    return frozenset(host for host, _, _ in _pairs(settings, network))
+
+
+def _host_routes(settings: Settings, network: Network) -> frozenset[tuple[str, str]]:
+    """Return (target, gateway) of what the host routes to the network."""
+    inner = {":" in inner: inner for _, inner, _ in _pairs(settings, network)}
+    return frozenset(
+        (str(target), inner[target.version == 6])
+        for target in routed(network.topology)
+        if target.version == 4 or True in inner
+    )
 
 
 def _tap(layout: Layout, network: Network, nic: Nic) -> WantedLink:
+    is_isolated = network.topology.l2 is L2Mode.ISOLATED
     return WantedLink(
         name=layout.tap(nic.nic_id),
         kind="tun",
         alias=alias(layout, network.network_id, f"nic:{nic.nic_id}"),
         mtu=network.topology.mtu,
         master=BRIDGE,
-        isolated=True,
+        isolated=is_isolated,
         owner_uid=nic.owner_uid,
+        proxied=nic.address6 if is_isolated and network.topology.subnet6 else "",
         queues=nic.queues,
         shaping=shaping(
             nic.shape,
@@ -165,12 +243,20 @@ def network_rules(
     policy: Policy = NOTHING,
 ) -> NetworkRules:
     """Return what the rules of a network are made from."""
+    topology = network.topology
+    is_routed = topology.uplink is UplinkMode.ROUTED
     return NetworkRules(
         identity=f"chv:1:{layout.instance}:{network.network_id}",
         bridge=BRIDGE,
         uplink=UPLINK if has_uplink(network) else "",
-        subnet=network.topology.subnet,
-        gateway=network.topology.gateway,
+        subnet=topology.subnet,
+        gateway=topology.gateway,
+        subnet6=topology.subnet6,
+        gateway6=gateway6(topology),
+        l2=topology.l2,
+        source="" if is_routed else next(iter(topology.public_addresses), MASQUERADE),
+        source6="" if is_routed else MASQUERADE,
+        metadata=topology.metadata,
         forwarders=forwarders(settings, network),
         nics=[nic_rules(layout, nic) for nic in nics],
         groups=policy.groups,
@@ -180,9 +266,7 @@ def network_rules(
 
 def uplink_addresses(settings: Settings, network: Network) -> tuple[str, ...]:
     """Return the addresses of the network's end of the uplink, if it has one."""
-    if network.uplink_slot is None or not has_uplink(network):
-        return ()
-    return (addresses.uplink_addresses(settings.uplink_pool, network.uplink_slot)[1],)
+    return tuple(inner for _, inner, _ in _pairs(settings, network))
 
 
 def _dns_network(layout: Layout, settings: Settings, network: Network) -> DnsNetwork:
@@ -197,4 +281,8 @@ def _dns_network(layout: Layout, settings: Settings, network: Network) -> DnsNet
         has_uplink=has_uplink(network),
         forwarders=forwarders(settings, network),
         lease_s=settings.lease_s,
+        subnet6=topology.subnet6,
+        gateway6=gateway6(topology),
+        search=topology.search,
+        names=[DnsName(record.name, tuple(record.addresses)) for record in topology.records],
     )

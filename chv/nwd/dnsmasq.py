@@ -5,6 +5,9 @@ answer, and no lease is written to disk. A restart with nothing but these files 
 the address that it had. Changes of NICs reach it by SIGHUP, which re-reads the two files and
 not the configuration; nothing watches files, for inotify instances are few. Every value is an
 address, a MAC or a name that has been checked where it enters, and is checked here once more.
+
+IPv6 addresses are given by DHCPv6 alone: router advertisements say so (managed, no prefix to make
+an address from) and tell gateway, DNS server, search domains and MTU.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Network
 from pathlib import Path
 
-from chv.common.names import check_hostname, check_mac
+from chv.common.names import check_address, check_hostname, check_mac
 from chv.nwd.nft.text import digest
 
 PROGRAM = "dnsmasq"
@@ -25,6 +28,8 @@ LOG = "dnsmasq.log"
 LINES_KEPT_MAX = 8192
 # A reverse zone ends at an octet: /12 takes 16 of them, the most there can be is 128.
 _OCTET_BITS = 8
+_NIBBLE_BITS = 4
+ADVERTISED_EVERY_S, ROUTER_LIFETIME_S = 120, 1800
 _PATH = re.compile(r"^/[A-Za-z0-9/._:-]+\Z")
 
 
@@ -41,6 +46,18 @@ class DnsNetwork:
     has_uplink: bool
     forwarders: Sequence[str]
     lease_s: int
+    subnet6: str = ""
+    gateway6: str = ""
+    search: Sequence[str] = ()
+    names: Sequence[DnsName] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """A static record: labels below the domain, and what they stand for."""
+
+    name: str
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,7 @@ class DnsNic:
     mac: str
     address: str
     hostname: str
+    address6: str = ""
 
 
 def configuration(network: DnsNetwork) -> str:
@@ -81,15 +99,34 @@ def configuration(network: DnsNetwork) -> str:
         "leasefile-ro",
         "no-ping",
         f"dhcp-option-force=option:mtu,{int(network.mtu)}",
-        f"dhcp-option=option:domain-search,{domain}",
+        f"dhcp-option=option:domain-search,{_search(network)}",
         f"dhcp-option=option:dns-server,{IPv4Address(network.gateway)}",
         # An empty option is not sent: without an uplink there is nowhere to route to.
         f"dhcp-option=option:router,{IPv4Address(network.gateway)}"
         if network.has_uplink
         else "dhcp-option=option:router",
-        *(f"server={IPv4Address(server)}" for server in network.forwarders if network.has_uplink),
+        *(f"server={check_address(server)}" for server in network.forwarders if network.has_uplink),
+        *(_ipv6_lines(network) if network.subnet6 else ()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _search(network: DnsNetwork) -> str:
+    domains = dict.fromkeys([network.domain, *network.search])
+    return ",".join(check_hostname(domain) for domain in domains)
+
+
+def _ipv6_lines(network: DnsNetwork) -> list[str]:
+    subnet, gateway = IPv6Network(network.subnet6), check_address(network.gateway6)
+    lifetime = ROUTER_LIFETIME_S if network.has_uplink else 0  # 0: nowhere to route to
+    return [
+        *(f"local=/{zone}/" for zone in reverse_zones6(subnet)),
+        f"dhcp-range={subnet.network_address},static,{subnet.prefixlen},{network.lease_s}",
+        "enable-ra",
+        f"ra-param={network.bridge},mtu:{int(network.mtu)},{ADVERTISED_EVERY_S},{lifetime}",
+        f"dhcp-option=option6:dns-server,[{gateway}]",
+        f"dhcp-option=option6:domain-search,{_search(network)}",
+    ]
 
 
 def hosts_file(nics: Sequence[DnsNic], lease_s: int) -> str:
@@ -97,23 +134,35 @@ def hosts_file(nics: Sequence[DnsNic], lease_s: int) -> str:
     return "".join(_host_line(nic, lease_s) for nic in _sorted(nics))
 
 
-def names_file(nics: Sequence[DnsNic], domain: str) -> str:
+def names_file(nics: Sequence[DnsNic], domain: str, names: Sequence[DnsName] = ()) -> str:
     """Return addresses and names, in the format of /etc/hosts. The reverse follows from it."""
     suffix = check_hostname(domain)
-    return "".join(_name_line(nic, suffix) for nic in _sorted(nics))
+    static = [_record_line(text, each.name, suffix) for each in names for text in each.addresses]
+    return "".join(_name_line(nic, suffix) for nic in _sorted(nics)) + "".join(sorted(static))
 
 
 # A change of one NIC renders all: what did not change comes from memory.
 @lru_cache(LINES_KEPT_MAX)
 def _host_line(nic: DnsNic, lease_s: int) -> str:
-    address, name = IPv4Address(nic.address), _label(nic.hostname)
+    address, name = str(IPv4Address(nic.address)), _label(nic.hostname)
+    if nic.address6:
+        address += f",[{check_address(nic.address6)}]"
     return f"{check_mac(nic.mac)},id:*,{address},{name},{lease_s}\n"
 
 
 @lru_cache(LINES_KEPT_MAX)
 def _name_line(nic: DnsNic, suffix: str) -> str:
     name = _label(nic.hostname)
-    return f"{IPv4Address(nic.address)} {name}.{suffix} {name}\n"
+    addresses = [str(IPv4Address(nic.address))]
+    if nic.address6:
+        addresses.append(str(check_address(nic.address6)))
+    return "".join(f"{address} {name}.{suffix} {name}\n" for address in addresses)
+
+
+def _record_line(address: str, name: str, suffix: str) -> str:
+    full = check_hostname(f"{name}.{suffix}")
+    alias = "" if "." in name else f" {name}"
+    return f"{check_address(address)} {full}{alias}\n"
 
 
 @lru_cache(LINES_KEPT_MAX)
@@ -125,7 +174,7 @@ def files(nics: Sequence[DnsNic], network: DnsNetwork) -> dict[str, str]:
     """Return the two files by name."""
     return {
         HOSTS: hosts_file(nics, network.lease_s),
-        NAMES: names_file(nics, network.domain),
+        NAMES: names_file(nics, network.domain, network.names),
     }
 
 
@@ -141,6 +190,18 @@ def reverse_zones(subnet: IPv4Network) -> list[str]:
     parts = list(subnet.subnets(new_prefix=length)) if length > subnet.prefixlen else []
     zones = parts or [subnet.supernet(new_prefix=length)]
     return [_zone(zone, octets) for zone in zones]
+
+
+def reverse_zones6(subnet: IPv6Network) -> list[str]:
+    """Return the ip6.arpa zones that cover a subnet; a zone ends at a nibble."""
+    nibbles = -(-subnet.prefixlen // _NIBBLE_BITS)
+    parts = subnet.subnets(new_prefix=nibbles * _NIBBLE_BITS)
+    return [_zone6(part, nibbles) for part in parts]
+
+
+def _zone6(network: IPv6Network, nibbles: int) -> str:
+    digits = network.network_address.packed.hex()[:nibbles]
+    return ".".join([*reversed(digits), "ip6", "arpa"])
 
 
 def _zone(network: IPv4Network, octets: int) -> str:

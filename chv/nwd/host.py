@@ -1,35 +1,40 @@
 """The host's side: one nft table of ours, forwarding, and what of the host gets in our way.
 
 "Host" is the namespace that nwd itself runs in, be it the machine's own or a sandbox. Nothing in
-it is touched but our table, our links and the ip_forward setting, which is switched on while a
-network has an uplink and left on afterwards, since others may have come to rely on it.
+it is touched but our table, our links with the routes by them, and forwarding, which is switched
+on while a network has an uplink and put back afterwards, unless others may rely on it by then.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from chv.common.errors import ChvError, Conflict
+from chv.common.errors import Conflict
 from chv.common.failpoint import failpoint
-from chv.nwd import runfiles, settings
-from chv.nwd.addresses import Surroundings, uplink_addresses
+from chv.nwd import forwarding, runfiles
 from chv.nwd.blueprint import has_uplink
-from chv.nwd.kernel import netns, nft_generation, sysctl
-from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, open_rtnl
+from chv.nwd.kernel import netns, nft_generation, routes
+from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6
+from chv.nwd.kernel.rtnl import open_rtnl
 from chv.nwd.nft import host_rules
+from chv.nwd.nft.host_rules import HostExposure, HostUplink
 from chv.nwd.nft.ruleset import Applied
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.parts import Parts
+from chv.nwd.policy import host_exposed
+from chv.nwd.records import Network
+from chv.nwd.topology import Surroundings, routed
 
 NOTES = "host-rules.json"
 ATTEMPTS_MAX = 3
-FORWARD_ON = "1"
+FAMILIES = (4, 6)
 _ELEMENTS = re.compile(r"elements = \{[^}]*\}")
 
 
@@ -56,24 +61,41 @@ class Host:
         self._lock = anyio.Lock()
         self.warnings: list[str] = []
 
-    def uplinks(self) -> list[tuple[str, str]]:
-        """Return (host's end, address of the network's end) of every network that is due."""
+    def uplinks(self) -> list[HostUplink]:
+        """Return the uplinks of every network that is due."""
         parts = self._parts
-        return sorted(
-            (
-                parts.layout.uplink(row.network_id),
-                uplink_addresses(parts.settings.uplink_pool, row.uplink_slot)[1],
+        return [
+            HostUplink(
+                name=parts.layout.uplink(row.network_id),
+                addresses=parts.uplinks(row),
+                routed=tuple(str(target) for target in routed(row.topology)),
             )
-            for row in parts.records.networks.values()
-            if row.uplink_slot is not None and parts.is_due(row) and has_uplink(row)
-        )
+            for row in self._due()
+        ]
+
+    def exposed(self) -> list[HostExposure]:
+        """Return the ports of the node's own addresses that lead to a network."""
+        return [
+            HostExposure(each.protocol, each.address, (each.first, each.last), each.uplink)
+            for row in self._due()
+            for each in host_exposed(
+                self._parts.records.exposures_of(row.network_id), self._parts.uplinks(row)
+            )
+        ]
+
+    def _due(self) -> list[Network]:
+        """Return the networks that have an uplink now."""
+        return [
+            row
+            for _, row in sorted(self._parts.records.networks.items())
+            if row.uplink_slot is not None and self._parts.is_due(row) and has_uplink(row)
+        ]
 
     async def converge(self) -> bool:
         """Make the table what the records say, gone without uplinks; True when it was changed."""
         async with self._lock:
             uplinks = self.uplinks()
-            if uplinks:
-                await self._forward()
+            await self._forward(uplinks)
             wanted = self._ruleset(uplinks)
             for _ in range(ATTEMPTS_MAX):
                 if await self._is_right(wanted, present=bool(uplinks)):
@@ -82,12 +104,27 @@ class Host:
                     return True
             raise Conflict("others keep changing the host's nft rules; tried again later")
 
-    def _ruleset(self, uplinks: list[tuple[str, str]]) -> Ruleset:
+    def _ruleset(self, uplinks: list[HostUplink]) -> Ruleset:
         layout = self._parts.layout
-        return host_rules.render(layout.host_table, f"chv:1:{layout.instance}:host", uplinks)
+        identity = f"chv:1:{layout.instance}:host"
+        return host_rules.render(layout.host_table, identity, uplinks, self.exposed())
 
-    async def _forward(self) -> None:
-        await anyio.to_thread.run_sync(_switch_forwarding_on)
+    async def _forward(self, uplinks: list[HostUplink]) -> None:
+        """Forward what the uplinks need; put back what nobody needs any more."""
+        directory = runfiles.base(self._parts.layout)
+        for version in FAMILIES:
+            if _is_needed(uplinks, version):
+                await anyio.to_thread.run_sync(forwarding.switch_on, directory, version)
+            elif forwarding.is_noted(directory, version):
+                await self._stop_forwarding(directory, version)
+
+    async def _stop_forwarding(self, directory: Path, version: int) -> None:
+        chains = await self._foreign_chains()
+        is_shared = await anyio.to_thread.run_sync(forwarding.is_shared)
+        if is_shared or any(chain["hook"] == "forward" for chain in chains):
+            forwarding.forget(directory, version)
+        else:
+            await anyio.to_thread.run_sync(forwarding.restore, directory, version)
 
     async def _is_right(self, wanted: Ruleset, *, present: bool) -> bool:
         notes = self._notes()
@@ -140,18 +177,39 @@ class Host:
 
     # --- looking
     async def view(self) -> HostView:
-        """Return the host's addresses and routes, our own uplinks left out."""
+        """Return the host's addresses and routes; those to networks of ours left out."""
         async with open_rtnl() as rtnl:
             addresses = await rtnl.addresses()
-            routes = await rtnl.routes()
         texts = sorted(text for each in addresses.values() for text in each)
-        return HostView(tuple(texts), tuple(sorted(set(routes) - {DEFAULT_ROUTE})))
+        found = await anyio.to_thread.run_sync(routes.read)
+        ours = {
+            str(target)
+            for row in self._parts.records.networks.values()
+            for target in routed(row.topology)
+        }
+        targets = {route.target for route in found} - ours - {DEFAULT_ROUTE, DEFAULT_ROUTE6}
+        return HostView(
+            tuple(text for text in texts if not _is_local(text)),
+            tuple(sorted(text for text in targets if not _is_local(text))),
+        )
+
+    async def own_addresses(self) -> frozenset[str]:
+        """Return the addresses of the host itself, without prefix lengths and our uplinks'."""
+        pools = [ip_network(p) for p in _pools(self._parts)]
+        texts = {text.partition("/")[0] for text in (await self.view()).addresses}
+        return frozenset(
+            text
+            for text in texts
+            if not ip_address(text).is_loopback
+            and not any(ip_address(text) in pool for pool in pools)
+        )
 
     async def surroundings(self) -> Surroundings:
         """Return what a tenant's subnet may not overlap."""
         view, settings_ = await self.view(), self._parts.settings
         return Surroundings(
             uplink_pool=settings_.uplink_pool,
+            uplink_pool6=settings_.uplink_pool6,
             reserved=settings_.reserved,
             host_addresses=view.addresses,
             host_routes=view.routes,
@@ -159,31 +217,68 @@ class Host:
 
     async def check(self) -> list[str]:
         """Return what keeps the host from forwarding for us."""
-        found = []
-        if self.uplinks():
-            if await anyio.to_thread.run_sync(sysctl.read, settings.IP_FORWARD) != FORWARD_ON:
-                found.append(
-                    "HostForwardingOff: net.ipv4.ip_forward is 0 in the host's namespace and"
-                    " could not be set; guests do not reach the outside"
-                )
+        found: list[str] = []
+        uplinks = self.uplinks()
+        for version in FAMILIES:
+            if _is_needed(uplinks, version):
+                found += await anyio.to_thread.run_sync(_forwarding_problems, version)
+        if uplinks:
             found += await self._blocking_chains()
         self.warnings = found
         return found
 
     async def _blocking_chains(self) -> list[str]:
         """Return foreign forward chains that drop by default: an accept of ours cannot help."""
-        text = await self._parts.nft.list_json(netns.OWN, "list chains")
-        objects = msgspec.json.decode(text).get("nftables", []) if text else []
-        chains = [item["chain"] for item in objects if "chain" in item]
         return [
             f"HostForwardBlocked: chain {chain['family']} {chain['table']} {chain['name']} drops"
             " forwarded traffic by default; allow our uplinks there"
             f" (links {self._parts.layout.uplink('')}*)"
-            for chain in chains
-            if chain.get("hook") == "forward"
-            and chain.get("policy") == "drop"
-            and chain["table"] != self._parts.layout.host_table
+            for chain in await self._foreign_chains()
+            if chain["hook"] == "forward" and chain.get("policy") == "drop"
         ]
+
+    async def _foreign_chains(self) -> list[dict[str, str]]:
+        """Return the base chains of others."""
+        text = await self._parts.nft.list_json(netns.OWN, "list chains")
+        objects = msgspec.json.decode(text).get("nftables", []) if text else []
+        chains = [item["chain"] for item in objects if "chain" in item]
+        own = self._parts.layout.host_table
+        return [chain for chain in chains if "hook" in chain and chain["table"] != own]
+
+
+def _pools(parts: Parts) -> tuple[str, str]:
+    return parts.settings.uplink_pool, parts.settings.uplink_pool6
+
+
+def _is_needed(uplinks: list[HostUplink], version: int) -> bool:
+    return any((":" in text) == (version == 6) for each in uplinks for text in each.addresses)
+
+
+def _is_local(text: str) -> bool:
+    """Tell whether an address or subnet is of one link alone, and so in nobody's way."""
+    return text.startswith(("fe80:", "::1/", "ff00:"))
+
+
+def _forwarding_problems(version: int) -> list[str]:
+    """In a thread."""
+    if forwarding.is_on(version):
+        return []
+    if version == 4:
+        return [
+            "HostForwardingOff: net.ipv4.ip_forward is 0 in the host's namespace and"
+            " could not be set; guests do not reach the outside"
+        ]
+    links = forwarding.advertised()
+    remedy = (
+        f"; {', '.join(links)} would lose the routes that it has from router advertisements: set"
+        " accept_ra of it to 2 first"
+        if links
+        else ""
+    )
+    return [
+        "HostForwardingOff: net.ipv6.conf.all.forwarding is 0 in the host's namespace; guests do"
+        f" not reach the outside by IPv6{remedy}"
+    ]
 
 
 def _sorted_elements(match: re.Match[str]) -> str:
@@ -193,12 +288,3 @@ def _sorted_elements(match: re.Match[str]) -> str:
 def _look() -> tuple[int, int]:
     """Return which namespace is ours and the generation of its rules."""
     return netns.inode(netns.OWN), nft_generation.read()
-
-
-def _switch_forwarding_on() -> None:
-    if sysctl.read(settings.IP_FORWARD) == FORWARD_ON:
-        return
-    try:
-        sysctl.write({settings.IP_FORWARD: FORWARD_ON})
-    except ChvError:
-        return  # told by `check`, which reads it back

@@ -13,10 +13,11 @@ import msgspec
 from chv.common.errors import Conflict, InUse, NotFound, StaleGeneration
 from chv.common.failpoint import failpoint
 from chv.common.wire.nwd import NetworkInfo, Topology
-from chv.nwd.addresses import check_topology, free_slot, uplink_addresses
-from chv.nwd.blueprint import has_uplink
+from chv.nwd.addresses import free_slot
+from chv.nwd.blueprint import gateway6, has_uplink
 from chv.nwd.keeper import DELETE, Keeper
 from chv.nwd.records import Network, Wanted
+from chv.nwd.topology import check_topology, refuse_overlap, refuse_taken_names
 
 ENSURE = "ensure"
 SHOWN_NICS_MAX = 5
@@ -48,7 +49,7 @@ class Networks:
 
     async def check(self, topology: Topology) -> None:
         """Raise what `ensure` would refuse."""
-        self._refuse_move(await self._checked(topology))
+        self._refuse_conflicts(await self._checked(topology))
 
     async def delete(self, network_id: str, generation: int) -> None:
         """Leave nothing of a network; it must have no NIC."""
@@ -65,6 +66,16 @@ class Networks:
                     resource=network_id,
                     hint="detach them first",
                 )
+            exposures = [
+                each.exposure.exposure_id for each in self._records.exposures_of(network_id)
+            ]
+            if exposures:
+                raise InUse(
+                    f"{len(exposures)} exposures lead to it:"
+                    f" {', '.join(exposures[:SHOWN_NICS_MAX])}",
+                    resource=network_id,
+                    hint="delete them first",
+                )
             gone = msgspec.structs.replace(row, generation=generation, wanted=Wanted.REMOVED)
             await self._records.put_network(gone)
             await failpoint("nwd.delete.recorded")
@@ -74,10 +85,8 @@ class Networks:
         """Describe a network."""
         row = self.require(network_id)
         status, message = self._status(row)
-        topology, slot = row.topology, row.uplink_slot
-        uplink = ""
-        if slot is not None and has_uplink(row):
-            uplink = uplink_addresses(self._parts.settings.uplink_pool, slot)[1]
+        topology = row.topology
+        uplink, uplink6 = (*self._parts.uplinks(row), "", "")[:2]
         return NetworkInfo(
             network_id=network_id,
             generation=row.generation,
@@ -87,6 +96,11 @@ class Networks:
             uplink_address=uplink,
             mtu=topology.mtu,
             dns_domain=topology.dns_domain,
+            subnet6=topology.subnet6,
+            gateway6=gateway6(topology),
+            uplink_address6=uplink6,
+            public_addresses=list(topology.public_addresses),
+            l2=topology.l2.value,
             status=status,
             message=message,
             nics=len(self._records.nics_of(network_id)),
@@ -121,8 +135,7 @@ class Networks:
 
     async def _checked(self, topology: Topology) -> Topology:
         surroundings = await self._keeper.host.surroundings()
-        gateway = check_topology(topology, surroundings)
-        return msgspec.structs.replace(topology, gateway=str(gateway))
+        return check_topology(topology, surroundings)
 
     async def _record(self, topology: Topology, generation: int) -> None:
         old = self._records.networks.get(topology.network_id)
@@ -137,8 +150,8 @@ class Networks:
                     resource=topology.network_id,
                     hint="a change needs a newer generation",
                 )
-        self._refuse_move(topology)
         async with self._allocation:
+            self._refuse_conflicts(topology)
             row = Network(
                 topology=topology,
                 generation=generation,
@@ -161,6 +174,15 @@ class Networks:
         }
         return free_slot(self._parts.settings.uplink_pool, network_id, used, occupied)
 
+    def _refuse_conflicts(self, topology: Topology) -> None:
+        """Raise what other networks and the NICs of this one stand against."""
+        self._refuse_move(topology)
+        network_id = topology.network_id
+        rows = self._records.networks.values()
+        refuse_overlap(topology, [r.topology for r in rows if r.network_id != network_id])
+        nics = self._records.nics_of(network_id)
+        refuse_taken_names(topology, {nic.hostname: nic.nic_id for nic in nics})
+
     def _refuse_move(self, topology: Topology) -> None:
         """Guests hold addresses of the subnet: it cannot change under them."""
         old = self._records.networks.get(topology.network_id)
@@ -174,6 +196,14 @@ class Networks:
                 field="spec.subnet",
                 resource=topology.network_id,
                 hint="detach them before changing subnet or gateway",
+            )
+        holders = [nic for nic in nics if nic.address6]
+        if holders and old.topology.subnet6 != topology.subnet6:
+            raise InUse(
+                f"{len(holders)} NICs have addresses of {old.topology.subnet6}",
+                field="spec.subnet6",
+                resource=topology.network_id,
+                hint="detach them before changing subnet6",
             )
 
 

@@ -9,13 +9,15 @@ from functools import partial
 
 import anyio.to_thread
 
-from chv.nwd import runfiles, settings
-from chv.nwd.kernel import links, netns, nft_generation, sysctl, tc
+from chv.nwd import runfiles
+from chv.nwd.blueprint import host_sysctls, inner_sysctls
+from chv.nwd.kernel import links, neighbours, netns, nft_generation, routes, sysctl, tc
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
-from chv.nwd.kernel.rtnl import DEFAULT_ROUTE, Rtnl, adopt_socket, open_rtnl, open_socket
+from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6, Route
+from chv.nwd.kernel.rtnl import Rtnl, adopt_socket, open_rtnl, open_socket
 from chv.nwd.parts import Parts
-from chv.nwd.plan import BRIDGE, NetnsState, ObservedNetwork, SeenLink
+from chv.nwd.plan import BRIDGE, UPLINK, NetnsState, ObservedNetwork, SeenLink
 from chv.nwd.shaping import SeenShape
 
 
@@ -61,27 +63,49 @@ class _Look:
     generation: int = 0
     sysctls_right: bool = False
     links: Mapping[str, Link] = field(default_factory=dict)
+    routes: Sequence[Route] = ()
+    proxies: frozenset[str] = frozenset()
     shapes: Mapping[str, SeenShape] = field(default_factory=dict)
 
 
-def _look(parts: Parts, network_id: str, names: Sequence[str]) -> _Look:
-    """In a thread: everything that blocks; without `names` every link and setting."""
+def _look(parts: Parts, network_id: str, names: Sequence[str], guests: Sequence[str]) -> _Look:
+    """In a thread: everything that blocks.
+
+    Without `names` every link, setting, route and proxied address; with them those links and
+    which of `guests` is proxied.
+    """
     state = NetnsState(netns.presence(parts.layout.netns(network_id)).value)
     files = runfiles.files_digest(parts.layout.network_run(network_id))
     if state is not NetnsState.PRESENT:
         return _Look(state, files)
     path = parts.netns_path(network_id)
+    row = parts.records.networks.get(network_id)
+    wanted = inner_sysctls(row.topology) if row is not None else {}
 
     def visit() -> _Look:
-        right = bool(names) or not sysctl.differing(settings.SYSCTLS)
-        generation = nft_generation.read()
         found = links.read(names) if names else links.read_all()
-        shapes = tc.read(found, _ifbs(parts, network_id, found))
         return _Look(
-            state, files, open_socket(), netns.inode(path), generation, right, found, shapes
+            state=state,
+            files=files,
+            generation=nft_generation.read(),
+            socket=open_socket(),
+            inode=netns.inode(path),
+            sysctls_right=bool(names) or not sysctl.differing(wanted),
+            links=found,
+            routes=() if names else routes.read(),
+            proxies=_proxies(found.get(BRIDGE), guests, is_whole=not names),
+            shapes=tc.read(found, _ifbs(parts, network_id, found)),
         )
 
     return netns.call_in(path, visit)
+
+
+def _proxies(bridge: Link | None, guests: Sequence[str], *, is_whole: bool) -> frozenset[str]:
+    if bridge is None:
+        return frozenset()
+    if is_whole:
+        return neighbours.proxied_all(bridge.index)
+    return neighbours.proxied(bridge.index, guests) if guests else frozenset()
 
 
 def _ifbs(parts: Parts, network_id: str, found: Mapping[str, Link]) -> dict[str, str]:
@@ -93,23 +117,38 @@ def _ifbs(parts: Parts, network_id: str, found: Mapping[str, Link]) -> dict[str,
 
 async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNetwork:
     """Return everything about a network."""
-    look = await anyio.to_thread.run_sync(_look, parts, network_id, ())
+    look = await anyio.to_thread.run_sync(_look, parts, network_id, (), ())
+    around = await _around(parts, network_id, look)
+    host = await _host_uplink(parts, network_id, sockets)
+    around = replace(
+        around,
+        host_uplink=host.link,
+        host_sysctls_right=host.sysctls_right,
+        host_routes=host.routes,
+    )
     if look.state is not NetnsState.PRESENT:
-        return replace(
-            await _around(parts, network_id, look),
-            host_uplink=await _host_uplink(parts, network_id, sockets),
-        )
+        return around
     rtnl = await sockets.adopt(look.socket)
     sockets.links = dict(look.links)
     inner = seen(sockets.links, await rtnl.addresses())
-    routes = await rtnl.routes()
     return replace(
-        await _around(parts, network_id, look),
+        around,
         links=inner,
         shapes=look.shapes,
         bridge=sockets.links[BRIDGE].index if BRIDGE in sockets.links else 0,
-        host_uplink=await _host_uplink(parts, network_id, sockets),
-        default_gateway=routes.get(DEFAULT_ROUTE, ""),
+        proxies=look.proxies,
+        default_gateways=_default_gateways(look),
+    )
+
+
+def _default_gateways(look: _Look) -> frozenset[str]:
+    uplink = look.links.get(UPLINK)
+    return frozenset(
+        route.gateway
+        for route in look.routes
+        if route.target in (DEFAULT_ROUTE, DEFAULT_ROUTE6)
+        and uplink is not None
+        and route.link == uplink.index
     )
 
 
@@ -118,7 +157,12 @@ async def observe_nic(
 ) -> ObservedNetwork | None:
     """Return what concerns one NIC; None where the network around it needs a whole look."""
     names = (BRIDGE, tap, parts.layout.ifb_of(tap))
-    look = await anyio.to_thread.run_sync(_look, parts, network_id, names)
+    guests = [
+        nic.address6
+        for nic in parts.records.nics_of(network_id)
+        if nic.address6 and parts.layout.tap(nic.nic_id) == tap
+    ]
+    look = await anyio.to_thread.run_sync(_look, parts, network_id, names, guests)
     if look.state is not NetnsState.PRESENT:
         return None
     await sockets.adopt(look.socket)
@@ -130,6 +174,7 @@ async def observe_nic(
         await _around(parts, network_id, look),
         links=seen(sockets.links, {}),
         shapes=look.shapes,
+        proxies=look.proxies,
         bridge=bridge.index,
     )
 
@@ -169,12 +214,35 @@ async def _around(parts: Parts, network_id: str, look: _Look) -> ObservedNetwork
     )
 
 
-async def _host_uplink(parts: Parts, network_id: str, sockets: Sockets) -> SeenLink | None:
+@dataclass(frozen=True, slots=True)
+class _HostSide:
+    """The host's end of the uplink and what depends on it."""
+
+    link: SeenLink | None = None
+    sysctls_right: bool = False
+    routes: frozenset[tuple[str, str]] = frozenset()
+
+
+async def _host_uplink(parts: Parts, network_id: str, sockets: Sockets) -> _HostSide:
     rtnl = await sockets.host()
     link = await rtnl.link(parts.layout.uplink(network_id))
     if link is None:
-        return None
-    return seen({link.name: link}, await rtnl.addresses())[link.name]
+        return _HostSide()
+    row = parts.records.networks.get(network_id)
+    wanted = host_sysctls(parts.layout, row.topology) if row is not None else {}
+    found, is_right = await anyio.to_thread.run_sync(_look_at_host, link.index, wanted)
+    return _HostSide(
+        link=seen({link.name: link}, await rtnl.addresses())[link.name],
+        sysctls_right=is_right,
+        routes=frozenset(
+            (route.target, route.gateway) for route in found if not route.is_automatic
+        ),
+    )
+
+
+def _look_at_host(link: int, wanted: Mapping[str, str]) -> tuple[list[Route], bool]:
+    """In a thread of the host's namespace."""
+    return routes.read(link), not sysctl.differing(wanted)
 
 
 def _rules(parts: Parts, network_id: str, look: _Look) -> str:

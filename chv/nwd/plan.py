@@ -14,10 +14,14 @@ from dataclasses import dataclass, field, replace
 from chv.nwd.shaping import SeenShape, is_right, is_wanted
 from chv.nwd.steps import (
     AddAddress,
+    AddProxy,
+    AddRoute,
     ChangeLink,
     ClearShape,
     DeleteAddress,
     DeleteLink,
+    DeleteProxy,
+    DeleteRoute,
     DropIdleTap,
     IsolatePort,
     LinkUp,
@@ -86,11 +90,17 @@ class DesiredNetwork:
     uplink: WantedLink | None  # in the namespace
     host_uplink: WantedLink | None
     host_name: str  # of the host's end, wanted or not
-    default_gateway: str
+    default_gateways: frozenset[str]  # one a family at most
+    host_routes: frozenset[tuple[str, str]]  # (target, gateway) by the host's end
     taps: tuple[WantedLink, ...]
     rules: str  # digests
     files: str
     configuration: str
+
+    @property
+    def proxies(self) -> frozenset[str]:
+        """Return what the bridge answers neighbour solicitations for."""
+        return frozenset(tap.proxied for tap in self.taps if tap.proxied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +111,11 @@ class ObservedNetwork:
     sysctls_right: bool = False
     links: Mapping[str, SeenLink] = field(default_factory=dict)
     shapes: Mapping[str, SeenShape] = field(default_factory=dict)  # by tap
+    proxies: frozenset[str] = frozenset()
     host_uplink: SeenLink | None = None
-    default_gateway: str = ""
+    host_sysctls_right: bool = False
+    host_routes: frozenset[tuple[str, str]] = frozenset()
+    default_gateways: frozenset[str] = frozenset()
     rules: str = ""
     files: str = ""
     told: str = ""  # what dnsmasq has read
@@ -122,6 +135,7 @@ def plan_network(desired: DesiredNetwork, observed: ObservedNetwork) -> list[Ste
         *_base(desired, rest),
         *_rules(desired, rest),
         *_into_use(desired, rest),
+        *_proxies(desired.proxies, rest),
         *(step for tap in desired.taps for step in plan_tap(tap, rest)),
         *plan_dns(desired, rest),
     ]
@@ -135,6 +149,9 @@ def plan_nic(desired: DesiredNetwork, observed: ObservedNetwork, tap: str) -> li
     if seen is not None and (wanted is None or wanted.kind != seen.kind):
         steps.append(DeleteLink(Place.INNER, tap))
     steps += _rules(desired, observed)
+    proxied = {wanted.proxied} - {""} if wanted is not None else set()
+    steps += (DeleteProxy(address) for address in sorted(observed.proxies - desired.proxies))
+    steps += (AddProxy(address) for address in sorted(proxied - observed.proxies))
     if wanted is not None:
         steps += plan_tap(wanted, _without(observed, steps))
     else:
@@ -203,23 +220,35 @@ def _without(observed: ObservedNetwork, removals: list[Step]) -> ObservedNetwork
 
 
 def _base(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:
-    bridge = observed.links.get(BRIDGE)
+    bridge, inner, host = _trunk(observed)
     if bridge is None:
         yield MakeBridge(desired.bridge)
-        yield SetSysctls()  # settings of the bridge exist only now
-    yield from _attributes(Place.INNER, desired.bridge, bridge)
-    yield from _addresses(Place.INNER, desired.bridge, bridge)
-    if desired.uplink is None or desired.host_uplink is None:
-        return
-    inner, host = observed.links.get(UPLINK), observed.host_uplink
-    if inner is None or host is None:
-        yield MakeUplink(desired.host_uplink, desired.uplink)
+    if desired.uplink is not None and desired.host_uplink is not None:
+        is_new = inner is None or host is None
+        if is_new:
+            yield MakeUplink(desired.host_uplink, desired.uplink)
+        if is_new or not observed.host_sysctls_right:
+            yield SetSysctls(Place.HOST)
+    if bridge is None or (inner is None and desired.uplink is not None):
+        yield SetSysctls()  # the settings of a link exist only now
     for place, wanted, seen in (
+        (Place.INNER, desired.bridge, bridge),
         (Place.HOST, desired.host_uplink, host),
         (Place.INNER, desired.uplink, inner),
     ):
-        yield from _attributes(place, wanted, seen)
-        yield from _addresses(place, wanted, seen)
+        if wanted is not None:
+            yield from _attributes(place, wanted, seen)
+            yield from _addresses(place, wanted, seen)
+
+
+def _trunk(
+    observed: ObservedNetwork,
+) -> tuple[SeenLink | None, SeenLink | None, SeenLink | None]:
+    """Return the bridge and both ends of the uplink; of half a pair nothing."""
+    inner, host = observed.links.get(UPLINK), observed.host_uplink
+    if inner is None or host is None:
+        inner = host = None
+    return observed.links.get(BRIDGE), inner, host
 
 
 def _attributes(place: Place, wanted: WantedLink, seen: SeenLink | None) -> Iterator[Step]:
@@ -259,12 +288,32 @@ def _into_use(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[St
     for place, name, seen in wanted:
         if seen is None or not seen.up:
             yield LinkUp(place, name)
-    if not desired.default_gateway:
-        return
-    # The kernel drops routes with the link or its being up.
-    stands = inner is not None and inner.up and host is not None
-    if not stands or observed.default_gateway != desired.default_gateway:
-        yield SetDefaultRoute(desired.default_gateway)
+    yield from _routes(desired, observed)
+
+
+def _routes(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:
+    """Routes of a link go with it and with its being up."""
+    inner, host = observed.links.get(UPLINK), observed.host_uplink
+    is_whole = inner is not None and host is not None
+    is_up = is_whole and inner is not None and inner.up
+    gateways: frozenset[str] = observed.default_gateways if is_up else frozenset()
+    for gateway in sorted(desired.default_gateways - gateways):
+        yield SetDefaultRoute(gateway)
+    is_up = is_whole and host is not None and host.up
+    routes: frozenset[tuple[str, str]] = observed.host_routes if is_up else frozenset()
+    for target, gateway in sorted(routes - desired.host_routes):
+        yield DeleteRoute(desired.host_name, target, gateway)
+    for target, gateway in sorted(desired.host_routes - routes):
+        yield AddRoute(desired.host_name, target, gateway)
+
+
+def _proxies(wanted: frozenset[str], observed: ObservedNetwork) -> Iterator[Step]:
+    """Entries go with the bridge's being up."""
+    bridge = observed.links.get(BRIDGE)
+    stands = bridge is not None and bridge.up
+    have = observed.proxies if stands else frozenset()
+    yield from (DeleteProxy(address) for address in sorted(have - wanted))
+    yield from (AddProxy(address) for address in sorted(wanted - have))
 
 
 def plan_tap(wanted: WantedLink, observed: ObservedNetwork) -> Iterator[Step]:
@@ -276,8 +325,9 @@ def plan_tap(wanted: WantedLink, observed: ObservedNetwork) -> Iterator[Step]:
     if seen is None or seen.owner_uid != wanted.owner_uid:
         yield MakeTap(wanted)
     yield from _attributes(Place.INNER, wanted, seen)
-    if seen is None or seen.master != wanted.master or not seen.isolated:
-        yield IsolatePort(wanted.name)
+    is_isolated = seen is not None and seen.master == wanted.master and seen.isolated
+    if is_isolated != wanted.isolated:
+        yield IsolatePort(wanted.name, wanted.isolated)
     yield from plan_shape(wanted, _shape(wanted, observed, is_new=seen is None))
     if seen is None or not seen.up:
         yield LinkUp(Place.INNER, wanted.name)

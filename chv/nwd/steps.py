@@ -28,6 +28,7 @@ class WantedLink:
     isolated: bool = False
     owner_uid: int = -1
     addresses: frozenset[str] = frozenset()
+    proxied: str = ""  # of a tap: what the bridge answers neighbour solicitations for
     queues: int = 1  # of a tap
     shaping: Shaping = UNSHAPED
 
@@ -39,7 +40,9 @@ class MakeNetns:
 
 @dataclass(frozen=True, slots=True)
 class SetSysctls:
-    """Set the namespace's kernel settings."""
+    """Set the kernel settings of the namespace, or those of the host's end of the uplink."""
+
+    place: Place = Place.INNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,10 @@ class ChangeLink:
 
 @dataclass(frozen=True, slots=True)
 class IsolatePort:
-    """Let a port of the bridge speak to the bridge alone."""
+    """Let a port of the bridge speak to the bridge alone, or to the other ports as well."""
 
     name: str
+    isolated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +142,41 @@ class DeleteAddress:
 
 @dataclass(frozen=True, slots=True)
 class SetDefaultRoute:
-    """Make the host's end of the uplink the way out."""
+    """Make the host's end of the uplink the way out, for the family of its address."""
 
     gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddRoute:
+    """Let the host route what belongs to the network to its end of the uplink."""
+
+    name: str
+    target: str
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRoute:
+    """Take such a route away."""
+
+    name: str
+    target: str
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddProxy:
+    """Let the bridge answer neighbour solicitations for a guest."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteProxy:
+    """Let it answer for that address no longer."""
+
+    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +214,7 @@ class RemoveFiles:
     """Remove the network's directory."""
 
 
+PathStep = SetDefaultRoute | AddRoute | DeleteRoute | AddProxy | DeleteProxy
 Step = (
     MakeNetns
     | SetSysctls
@@ -194,6 +231,10 @@ Step = (
     | AddAddress
     | DeleteAddress
     | SetDefaultRoute
+    | AddRoute
+    | DeleteRoute
+    | AddProxy
+    | DeleteProxy
     | LoadRules
     | WriteFiles
     | StopDns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,16 @@ PASSES_MAX = 2
 NAMES = [BRIDGE, UPLINK, *(f"t{number:010x}" for number in range(3)), "intruder"]
 
 
+GATEWAYS = ["169.254.64.0", "fd63::"]
+ROUTES = [("198.51.100.9/32", "169.254.64.1"), ("203.0.113.0/24", "169.254.64.1")]
+PROXIES = ["fd00:7::2", "fd00:7::3", "fd00:7::99"]
+T = TypeVar("T")
+
+
+def subsets(values: list[T]) -> st.SearchStrategy[frozenset[T]]:
+    return st.frozensets(st.sampled_from(values))
+
+
 @st.composite
 def seen_links(draw: st.DrawFn, name: str) -> SeenLink:
     port = name.startswith("t")
@@ -34,7 +45,13 @@ def seen_links(draw: st.DrawFn, name: str) -> SeenLink:
         master=draw(st.sampled_from(["", BRIDGE])) if port else "",
         isolated=draw(st.booleans()) if port else False,
         owner_uid=draw(st.sampled_from([-1, 1000, 1001])),
-        addresses=frozenset(draw(st.sets(st.sampled_from(["10.0.0.1/24", "10.6.0.1/24"])))),
+        addresses=frozenset(
+            draw(
+                st.sets(
+                    st.sampled_from(["10.0.0.1/24", "10.6.0.1/24", "fd00:7::1/64", "fd00:9::1/64"])
+                )
+            )
+        ),
     )
 
 
@@ -45,14 +62,20 @@ def worlds(draw: st.DrawFn) -> ObservedNetwork:
     links = {name: draw(seen_links(name)) for name in sorted(chosen)}
     if netns is NetnsState.PRESENT:
         links["lo"] = SeenLink(kind="", up=draw(st.booleans()))
+    host = draw(st.none() | seen_links(HOST_NAME))
     if BRIDGE not in links:
         links = {name: replace(link, master="", isolated=False) for name, link in links.items()}
     return ObservedNetwork(
         netns=netns,
         sysctls_right=draw(st.booleans()),
         links=links,
-        host_uplink=draw(st.none() | seen_links(HOST_NAME)),
-        default_gateway=draw(st.sampled_from(["", "169.254.64.0"])),
+        proxies=draw(subsets(PROXIES)) if BRIDGE in links and links[BRIDGE].up else frozenset(),
+        host_uplink=host,
+        host_sysctls_right=draw(st.booleans()),
+        host_routes=draw(subsets(ROUTES)) if host is not None and host.up else frozenset(),
+        default_gateways=(
+            draw(subsets(GATEWAYS)) if UPLINK in links and links[UPLINK].up else frozenset()
+        ),
         rules=draw(st.sampled_from(["", "r0", "r1"])),
         files=draw(st.sampled_from(["", "f0", "f1"])),
         told=draw(st.sampled_from(["", "f0", "f1"])),
@@ -63,9 +86,9 @@ def worlds(draw: st.DrawFn) -> ObservedNetwork:
     )
 
 
-@given(worlds(), st.integers(0, 3))
-def test_any_world_settles(observed: ObservedNetwork, taps: int) -> None:
-    desired, world = desired_network(taps), World(observed)
+@given(worlds(), st.integers(0, 3), st.booleans())
+def test_any_world_settles(observed: ObservedNetwork, taps: int, is_isolated: bool) -> None:
+    desired, world = desired_network(taps, is_isolated=is_isolated), World(observed)
     for _ in range(PASSES_MAX):
         world.apply(plan_network(desired, world.observed), desired)
     assert plan_network(desired, world.observed) == []

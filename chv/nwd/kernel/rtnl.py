@@ -17,15 +17,13 @@ from typing import Any
 from pyroute2 import AsyncIPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
+from chv.common.errors import Conflict
 from chv.nwd.kernel import links, netns
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
+from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6
 
-_IPV4 = socket.AF_INET
-_TABLE_LOCAL = 255
-_ROUTE_UNICAST = 1
-_ANY = "0.0.0.0"  # noqa: S104  a route's destination, nothing is bound to it
-DEFAULT_ROUTE = f"{_ANY}/0"
+_NO_DAD = 0x02  # usable at once: nobody else can have an address that we give
 
 
 class Rtnl:
@@ -86,10 +84,10 @@ class Rtnl:
                     raise
 
     async def addresses(self) -> dict[int, frozenset[str]]:
-        """Return the IPv4 addresses with prefix lengths by link index."""
+        """Return the addresses of both families with prefix lengths by link index."""
         found: dict[int, set[str]] = {}
         with translated("listing addresses"):
-            async for message in await self._ipr.get_addr(family=_IPV4):
+            async for message in await self._ipr.get_addr():
                 # A peer address stands in IFA_ADDRESS; the link's own one in IFA_LOCAL.
                 address = message.get("local") or message.get("address")
                 text = f"{address}/{message['prefixlen']}"
@@ -97,19 +95,20 @@ class Rtnl:
         return {index: frozenset(texts) for index, texts in found.items()}
 
     async def add_address(self, link: Link, cidr: str) -> None:
-        """Add an IPv4 address; one that is there already is fine."""
+        """Add an address; one that is there already is fine."""
         address, _, length = cidr.partition("/")
+        flags = {"flags": _NO_DAD} if ":" in address else {}
         with translated(f"adding address {cidr} to {link.name}"):
             try:
                 await self._ipr.addr(
-                    "add", index=link.index, address=address, prefixlen=int(length)
+                    "add", index=link.index, address=address, prefixlen=int(length), **flags
                 )
             except NetlinkError as error:
                 if error.code != errno.EEXIST:
                     raise
 
     async def delete_address(self, link: Link, cidr: str) -> None:
-        """Remove an IPv4 address; one that is gone already is fine."""
+        """Remove an address; one that is gone already is fine."""
         address, _, length = cidr.partition("/")
         with translated(f"removing address {cidr} from {link.name}"):
             try:
@@ -120,21 +119,32 @@ class Rtnl:
                 if error.code not in (errno.EADDRNOTAVAIL, errno.ENODEV):
                     raise
 
-    async def routes(self) -> dict[str, str]:
-        """Return the unicast IPv4 routes: destination to gateway, empty for a direct one."""
-        found = {}
-        with translated("listing routes"):
-            async for message in await self._ipr.get_routes(family=_IPV4):
-                if message["type"] != _ROUTE_UNICAST or message.get("table") == _TABLE_LOCAL:
-                    continue
-                destination = f"{message.get('dst') or _ANY}/{message['dst_len']}"
-                found[destination] = message.get("gateway") or ""
-        return found
-
-    async def replace_default_route(self, gateway: str) -> None:
-        """Make `gateway` the default route."""
+    async def replace_default_route(self, link: Link, gateway: str) -> None:
+        """Make `gateway`, on `link`, the default route of its family."""
+        target = DEFAULT_ROUTE6 if ":" in gateway else DEFAULT_ROUTE
         with translated(f"setting the default route to {gateway}"):
-            await self._ipr.route("replace", dst=DEFAULT_ROUTE, gateway=gateway)
+            await self._ipr.route("replace", dst=target, gateway=gateway, oif=link.index)
+
+    async def add_route(self, link: Link, target: str, gateway: str) -> None:
+        """Route `target` to a gateway on a link; Conflict when it is routed elsewhere."""
+        with translated(f"adding a route to {target}"):
+            try:
+                await self._ipr.route("add", dst=target, gateway=gateway, oif=link.index)
+            except NetlinkError as error:
+                if error.code != errno.EEXIST:
+                    raise
+                raise Conflict(
+                    f"there is another route to {target}", hint="remove that route"
+                ) from error
+
+    async def delete_route(self, link: Link, target: str, gateway: str) -> None:
+        """Remove a route by a link; one that is gone already is fine."""
+        with translated(f"removing the route to {target}"):
+            try:
+                await self._ipr.route("del", dst=target, gateway=gateway, oif=link.index)
+            except NetlinkError as error:
+                if error.code not in (errno.ESRCH, errno.ENODEV):
+                    raise
 
 
 @asynccontextmanager

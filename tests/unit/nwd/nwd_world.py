@@ -24,24 +24,28 @@ HOST_NAME = "cabc12312345678"
 LONE_LOOPBACK = {LOOPBACK: SeenLink(kind="", up=False)}
 
 
-def desired_network(taps: int) -> DesiredNetwork:
+def desired_network(taps: int, *, is_isolated: bool = True) -> DesiredNetwork:
     return DesiredNetwork(
         bridge=WantedLink(
             BRIDGE, "bridge", alias="b", mac="02:00:00:00:00:01", mtu=1450,
-            addresses=frozenset({"10.0.0.1/24"}),
+            addresses=frozenset({"10.0.0.1/24", "fd00:7::1/64", "fe80::1/64"}),
         ),
         uplink=WantedLink(
-            UPLINK, "veth", alias="u", mtu=1450, addresses=frozenset({"169.254.64.1/31"})
+            UPLINK, "veth", alias="u", mtu=1450,
+            addresses=frozenset({"169.254.64.1/31", "fd63::1/127"}),
         ),
         host_uplink=WantedLink(
-            HOST_NAME, "veth", alias="h", mtu=1450, addresses=frozenset({"169.254.64.0/31"})
+            HOST_NAME, "veth", alias="h", mtu=1450,
+            addresses=frozenset({"169.254.64.0/31", "fd63::/127"}),
         ),
         host_name=HOST_NAME,
-        default_gateway="169.254.64.0",
+        default_gateways=frozenset({"169.254.64.0", "fd63::"}),
+        host_routes=frozenset({("198.51.100.9/32", "169.254.64.1"), ("fd00:7::/64", "fd63::1")}),
         taps=tuple(
             WantedLink(
                 f"t{number:010x}", "tun", alias=f"n{number}", mtu=1450, master=BRIDGE,
-                isolated=True, owner_uid=1000 + number,
+                isolated=is_isolated, owner_uid=1000 + number,
+                proxied=f"fd00:7::{number + 2:x}" if is_isolated else "",
             )
             for number in range(taps)
         ),
@@ -73,9 +77,12 @@ class World:
         match step:
             case steps.MakeNetns():
                 self._set(netns=NetnsState.PRESENT, links=LONE_LOOPBACK, sysctls_right=False)
-                self._set(rules="", default_gateway="", bridge=0)
+                self._set(rules="", default_gateways=frozenset(), bridge=0, proxies=frozenset())
             case steps.RemoveNetns():
                 self._set(netns=NetnsState.ABSENT, links={}, host_uplink=None, bridge=0)
+            case steps.SetSysctls(place=Place.HOST):
+                assert self.observed.host_uplink is not None, "they are those of the link"
+                self._set(host_sysctls_right=True)
             case steps.SetSysctls():
                 self._set(sysctls_right=True)
             case steps.MakeBridge(link=link):
@@ -86,6 +93,7 @@ class World:
             case steps.MakeUplink(host=host, inner=inner):
                 self._put(Place.HOST, host.name, SeenLink("veth", mtu=host.mtu, alias=host.alias))
                 self._put(Place.INNER, inner.name, SeenLink("veth", mtu=inner.mtu))
+                self._set(sysctls_right=False, host_sysctls_right=False)
             case steps.MakeTap(link=link):
                 seen = self.observed.links.get(link.name) or SeenLink("tun", mtu=1500)
                 seen = replace(seen, owner_uid=link.owner_uid, multi_queue=link.queues > 1)
@@ -98,9 +106,6 @@ class World:
                 self._shape(name, Shaping(ifb=ifb))
             case steps.LoadRules():
                 self._set(rules=desired.rules)
-            case steps.SetDefaultRoute(gateway=gateway):
-                assert self._link(Place.INNER, UPLINK).up, "a route needs a link that is up"
-                self._set(default_gateway=gateway)
             case steps.WriteFiles():
                 self._set(files=desired.files)
             case steps.StopDns():
@@ -135,22 +140,52 @@ class World:
                 kept = {name: value for name, value in changes.items() if value}
                 seen = replace(seen, master=master, isolated=isolated, **kept)  # type: ignore[arg-type]
                 self._put(place, wanted.name, seen)
-            case steps.IsolatePort(name=name):
+            case steps.IsolatePort(name=name, isolated=isolated):
                 seen = self._link(Place.INNER, name)
                 assert seen.master == BRIDGE, "only a port can be isolated"
-                self._put(Place.INNER, name, replace(seen, isolated=True))
+                self._put(Place.INNER, name, replace(seen, isolated=isolated))
             case steps.LinkUp(place=place, name=name):
                 if name not in (LOOPBACK,):
                     assert self.observed.rules, "nothing comes up before the rules"
                 self._put(place, name, replace(self._link(place, name), up=True))
+            case steps.AddAddress(place=Place.INNER, name=name, cidr=cidr) if ":" in cidr:
+                assert self.observed.sysctls_right, "IPv6 is off until it is switched on"
+                self._add(Place.INNER, name, cidr)
             case steps.AddAddress(place=place, name=name, cidr=cidr):
-                seen = self._link(place, name)
-                self._put(place, name, replace(seen, addresses=seen.addresses | {cidr}))
+                self._add(place, name, cidr)
             case steps.DeleteAddress(place=place, name=name, cidr=cidr):
                 seen = self._link(place, name)
                 self._put(place, name, replace(seen, addresses=seen.addresses - {cidr}))
             case _:
+                self._apply_to_paths(step)
+
+    def _apply_to_paths(self, step: steps.Step) -> None:
+        observed = self.observed
+        match step:
+            case steps.SetDefaultRoute(gateway=gateway):
+                assert self._link(Place.INNER, UPLINK).up, "a route needs a link that is up"
+                kept = {
+                    old for old in observed.default_gateways if (":" in old) != (":" in gateway)
+                }
+                self._set(default_gateways=frozenset(kept | {gateway}))
+            case steps.AddRoute(target=target, gateway=gateway):
+                assert self._link(Place.HOST, HOST_NAME).up, "a route needs a link that is up"
+                targets = {old for old, _ in observed.host_routes}
+                assert target not in targets, "the kernel refuses a second one"
+                self._set(host_routes=observed.host_routes | {(target, gateway)})
+            case steps.DeleteRoute(target=target, gateway=gateway):
+                self._set(host_routes=observed.host_routes - {(target, gateway)})
+            case steps.AddProxy(address=address):
+                assert self._link(Place.INNER, BRIDGE).up, "they go when it comes up"
+                self._set(proxies=observed.proxies | {address})
+            case steps.DeleteProxy(address=address):
+                self._set(proxies=observed.proxies - {address})
+            case _:
                 raise AssertionError(f"{step} is not modelled")
+
+    def _add(self, place: Place, name: str, cidr: str) -> None:
+        seen = self._link(place, name)
+        self._put(place, name, replace(seen, addresses=seen.addresses | {cidr}))
 
     def _shape(self, tap: str, wanted: Shaping) -> None:
         self._link(Place.INNER, tap)
@@ -168,10 +203,10 @@ class World:
             links = {
                 other: replace(link, master="", isolated=False) for other, link in links.items()
             }
-            self._set(bridge=0)
+            self._set(bridge=0, proxies=frozenset())
         if place is Place.HOST or name == UPLINK:
             links.pop(UPLINK, None)
-            self._set(host_uplink=None, default_gateway="")
+            self._set(host_uplink=None, default_gateways=frozenset(), host_routes=frozenset())
         self._set(links=links)
 
     def _link(self, place: Place, name: str) -> SeenLink:

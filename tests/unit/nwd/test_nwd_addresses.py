@@ -2,66 +2,26 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Network
 
 import pytest
 
 from chv.common.errors import InUse, InvalidArgument, ResourceExhausted
-from chv.common.wire.nwd import Topology
 from chv.nwd.addresses import (
-    Surroundings,
     allocate,
+    allocate6,
     check_address,
+    check_address6,
     check_nic_mac,
-    check_topology,
     free_slot,
     mac_of,
     uplink_addresses,
+    uplink_addresses6,
 )
 
 POOL = "169.254.64.0/18"
 SUBNET, GATEWAY = IPv4Network("10.0.0.0/29"), IPv4Address("10.0.0.1")
 UID = "0b7f7a4e-0000-4000-8000-000000000001"
-
-
-def topology(**changes: object) -> Topology:
-    fields: dict[str, object] = {
-        "network_id": UID,
-        "name": "net",
-        "tenant": "default",
-        "subnet": "10.0.0.0/24",
-        "dns_domain": "net.test",
-    }
-    return Topology(**(fields | changes))  # type: ignore[arg-type]
-
-
-def test_the_gateway_is_the_first_address_unless_asked_otherwise() -> None:
-    around = Surroundings(uplink_pool=POOL)
-    assert str(check_topology(topology(), around)) == "10.0.0.1"
-    assert str(check_topology(topology(gateway="10.0.0.254"), around)) == "10.0.0.254"
-
-
-def test_a_subnet_with_host_bits_is_told_what_to_write() -> None:
-    with pytest.raises(InvalidArgument, match="not a network address") as refused:
-        check_topology(topology(subnet="10.0.0.7/24"), Surroundings(uplink_pool=POOL))
-    assert refused.value.hint == "write 10.0.0.0/24"
-
-
-@pytest.mark.parametrize(
-    ("around", "words"),
-    [
-        (Surroundings(uplink_pool="10.0.0.0/20"), "the uplink pool"),
-        (Surroundings(uplink_pool=POOL, reserved=["10.0.0.128/25"]), "network.reserved"),
-        (Surroundings(uplink_pool=POOL, reserved=["fd00::/8", "10.0.0.0/8"]), "10.0.0.0/8"),
-        (Surroundings(uplink_pool=POOL, host_addresses=["10.0.0.77/32"]), "10.0.0.77"),
-        (Surroundings(uplink_pool=POOL, host_addresses=["10.0.9.1/16"]), "10.0.0.0/16"),
-        (Surroundings(uplink_pool=POOL, host_routes=["10.0.0.0/30"]), "route to 10.0.0.0/30"),
-    ],
-)
-def test_an_overlap_names_what_it_collides_with(around: Surroundings, words: str) -> None:
-    with pytest.raises(InvalidArgument, match=words) as refused:
-        check_topology(topology(), around)
-    assert refused.value.field == "spec.subnet"
 
 
 def test_addresses_come_lowest_first_and_the_longest_free_before_newer_ones() -> None:
@@ -127,3 +87,50 @@ def test_a_slot_that_a_record_or_the_host_uses_is_passed_over() -> None:
 def test_a_used_up_pool_is_told() -> None:
     with pytest.raises(ResourceExhausted, match="all 2 uplinks"):
         free_slot("192.168.0.0/30", UID, [0, 1], set())
+
+
+# --- IPv6
+SUBNET6 = IPv6Network("fd00:7::/112")
+
+
+def test_an_ipv6_address_has_the_number_of_the_ipv4_one_where_it_is_free() -> None:
+    assert allocate6(SUBNET6, 10, []) == "fd00:7::a"
+    assert allocate6(SUBNET6, 10, ["fd00:7::a"]) == "fd00:7::2"
+    assert allocate6(SUBNET6, 10, [], released=["fd00:7::a"]) == "fd00:7::2"
+    assert allocate6(SUBNET6, 1, []) == "fd00:7::2", "the first one is the gateway"
+    assert allocate6(SUBNET6, 1 << 20, ["fd00:7::2"]) == "fd00:7::3"
+
+
+def test_an_ipv6_address_that_was_given_back_comes_last() -> None:
+    used = [f"fd00:7::{number:x}" for number in range(2, 1 << 16)]
+    free = used.pop(77)
+    assert allocate6(SUBNET6, 5, used, [free]) == free
+    with pytest.raises(ResourceExhausted, match="fd00:7::/112"):
+        allocate6(SUBNET6, 5, [*used, free])
+
+
+def test_an_ipv6_address_is_written_one_way() -> None:
+    assert check_address6("fd00:7:0:0::00a", SUBNET6, {}) == "fd00:7::a"
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "words"),
+    [
+        ("fd00:8::5", InvalidArgument, "not in"),
+        ("fd00:7::", InvalidArgument, "any router"),
+        ("fd00:7::1", InvalidArgument, "gateway"),
+        ("10.0.0.5", InvalidArgument, "not an IPv6"),
+        ("fd00:7::5%eth0", InvalidArgument, "not an address"),
+        ("x", InvalidArgument, "not an address"),
+        ("fd00:7:0::9", InUse, "NIC owner"),
+    ],
+)
+def test_an_ipv6_address_that_cannot_be_had_is_refused(
+    address: str, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        check_address6(address, SUBNET6, {"fd00:7::9": "owner"})
+
+
+def test_a_slot_has_a_pair_in_each_pool() -> None:
+    assert uplink_addresses6("fd63:6876::/112", 3) == ("fd63:6876::6", "fd63:6876::7")

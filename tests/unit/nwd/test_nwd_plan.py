@@ -59,7 +59,12 @@ def test_a_dnsmasq_that_was_not_told_is_told_again() -> None:
         ({"dns": DnsState.UNKNOWN}, []),
         ({"rules": ""}, ["LoadRules"]),
         ({"sysctls_right": False}, ["SetSysctls"]),
-        ({"default_gateway": ""}, ["SetDefaultRoute"]),
+        ({"default_gateways": frozenset({"fd63::"})}, ["SetDefaultRoute"]),
+        ({"default_gateways": frozenset()}, ["SetDefaultRoute"] * 2),
+        ({"host_sysctls_right": False}, ["SetSysctls"]),
+        ({"host_routes": frozenset({("198.51.100.9/32", "169.254.64.1")})}, ["AddRoute"]),
+        ({"proxies": frozenset({"fd00:7::2"})}, ["AddProxy"]),
+        ({"proxies": frozenset({f"fd00:7::{n}" for n in (2, 3, 9)})}, ["DeleteProxy"]),
     ],
 )
 def test_one_difference_takes_the_steps_for_it_alone(
@@ -91,12 +96,12 @@ def test_half_an_uplink_is_removed_and_made_again() -> None:
     links = {name: link for name, link in world.observed.links.items() if name != UPLINK}
     planned = names(plan_network(DESIRED, replace(world.observed, links=links)))
     assert planned[:2] == ["DeleteLink", "MakeUplink"]
-    assert planned[-1] == "SetDefaultRoute"
+    assert planned[-4:] == ["SetDefaultRoute"] * 2 + ["AddRoute"] * 2
 
 
 def test_without_uplink_the_host_end_goes() -> None:
     world = World.settled(DESIRED)
-    wanted = replace(DESIRED, uplink=None, host_uplink=None, default_gateway="")
+    wanted = replace(DESIRED, uplink=None, host_uplink=None, default_gateways=frozenset())
     planned = plan_network(wanted, world.observed)
     assert steps.DeleteLink(Place.HOST, DESIRED.host_name) in planned
 
@@ -108,7 +113,8 @@ def test_a_nic_takes_its_own_steps_and_no_others() -> None:
     tap = DESIRED.taps[1].name
     planned = names(plan.plan_nic(wanted, world.observed, tap))
     assert planned == [
-        "LoadRules", "MakeTap", "ChangeLink", "IsolatePort", "LinkUp", "WriteFiles", "TellDns",
+        "LoadRules", "AddProxy", "MakeTap", "ChangeLink", "IsolatePort", "LinkUp", "WriteFiles",
+        "TellDns",
     ]  # fmt: skip
 
 
@@ -117,7 +123,7 @@ def test_a_removed_nic_loses_its_tap_before_its_rules() -> None:
     wanted = replace(DESIRED, taps=DESIRED.taps[:1], rules="r2", files="f2")
     tap = DESIRED.taps[1].name
     planned = names(plan.plan_nic(wanted, world.observed, tap))
-    assert planned == ["DeleteLink", "LoadRules", "WriteFiles", "TellDns"]
+    assert planned == ["DeleteLink", "LoadRules", "DeleteProxy", "WriteFiles", "TellDns"]
 
 
 def test_removal_ends_the_process_before_its_namespace() -> None:

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from chv.common.errors import InvalidArgument
-from chv.nwd.nft import host_rules, rules, text
+from chv.nwd.nft import rules, text
 from chv.nwd.nft.gateway import GUEST_PORTS
 from chv.nwd.nft.model import NetworkRules, NicRules
 from chv.nwd.nft.spoof import PORT_ADDRESS, PORT_MAC
-from chv.nwd.nft.text import SetKey
 
 ONE = NicRules("n1", "t0000000001", "02:00:00:00:00:01", ("10.0.0.2",), (22, 80))
 TWO = NicRules("n2", "t0000000002", "02:00:00:00:00:02", ("10.0.0.3",))
@@ -108,14 +107,6 @@ def test_nothing_but_checked_values_becomes_text(nic: NicRules) -> None:
 def test_a_network_cannot_carry_text_of_its_own(network: NetworkRules) -> None:
     with pytest.raises((InvalidArgument, ValueError)):
         rules.render(network)
-
-
-def test_the_host_table_knows_each_uplink_with_its_address() -> None:
-    ruleset = host_rules.render("chv_abc123", "chv:1:abc123:host", [("cabc1230", "169.254.64.1")])
-    assert ruleset.tables == (("inet", "chv_abc123"),)
-    sources = ruleset.elements[SetKey("inet", "chv_abc123", "sources")]
-    assert sources == {'"cabc1230" . 169.254.64.1'}
-    assert ruleset.removal() == "add table inet chv_abc123\ndelete table inet chv_abc123\n"
 
 
 def test_a_digest_does_not_depend_on_the_order_of_elements() -> None:
