@@ -142,6 +142,29 @@ def echoing(name: str, port: int, word: bytes = b"") -> Iterator[Callable[[], No
         thread.join(2)
 
 
+@contextmanager
+def chattering(name: str, port: int) -> Iterator[None]:
+    """In a namespace: a server that never stops sending to whoever connects."""
+    listener = inside(name, lambda: socket.create_server(("0.0.0.0", port)))
+    ended = threading.Event()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                while not ended.wait(0.02):
+                    connection.sendall(b".")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        listener.close()
+        thread.join(2)
+
+
 class Stream:
     """A connection that stands: `lives` sends something and waits for it to come back."""
 
@@ -160,6 +183,17 @@ class Stream:
                 if not more:
                     return False
                 answer += more
+        except OSError:
+            return False
+        return True
+
+    def hears(self) -> bool:
+        """Tell whether something comes, once what was on its way is read."""
+        self._socket.settimeout(0.5)
+        try:
+            for _ in range(20):
+                if not self._socket.recv(4096):
+                    return False
         except OSError:
             return False
         return True

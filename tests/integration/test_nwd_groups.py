@@ -16,6 +16,7 @@ from tests.integration.nwd_helpers import IDS, Guest, Node, needs_nwd, open_gues
 from tests.integration.nwd_objects import (
     OUT,
     Stream,
+    chattering,
     delete_group,
     echoing,
     groups,
@@ -97,6 +98,23 @@ async def test_dropping_a_rule_ends_its_connections_and_no_others() -> None:
         assert not await lives(gone)
         assert await lives(stays)
         assert not await pair.reaches(80), "the guest cannot open it again by an answer"
+
+
+async def test_a_guest_that_keeps_sending_does_not_revive_what_was_ended() -> None:
+    async with (
+        open_node() as node,
+        open_pair(node, WEB, rule("ingress", "tcp", ["82"]), OUT) as pair,
+    ):
+        open_to_all, client = IDS.uid(), pair.client.info
+        await set_group(node, open_to_all, rule("ingress", "any"), OUT)
+        await node.attach(
+            pair.network, client.nic_id, 2, vm_id=client.vm_id, security_groups=[open_to_all]
+        )
+        with chattering(pair.server.name, 82):
+            stream = await pair.stream(82)
+            assert await anyio.to_thread.run_sync(stream.hears)
+            await set_group(node, pair.group, WEB, OUT, generation=2)
+            assert not await anyio.to_thread.run_sync(stream.hears)
 
 
 async def test_keep_leaves_standing_connections_and_refuses_new_ones() -> None:
