@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chv import VERSION
+from chv.cli.parser_net import add_net
 from chv.cli.parser_storage import add_storage
 
 Sub = argparse._SubParsersAction  # argparse has no public name for it
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     _operations(commands)
     _images(commands)
     add_storage(commands, _add)
+    add_net(commands, _add)
     _node(commands)
     return parser
 
