@@ -198,7 +198,8 @@ class Rig:
         self.guests.append(guest)
         isolated = "on" if l2 is L2Mode.ISOLATED else "off"
         _batch(self.tenant, _PORT.format(tap=tap, name=name, nic=nic, isolated=isolated))
-        _batch(name, _GUEST.format(four=guest.address, six=guest.address6))
+        # Link-local addresses that need no second to become usable.
+        _batch(name, _GUEST.format(four=guest.address, six=guest.address6, local=11 + number))
 
     def remove(self) -> None:
         self.servers.close()
@@ -368,7 +369,8 @@ address add fd00:ec2::254/128 dev {BRIDGE} nodad
 address add {PUBLIC}/32 dev lo
 address add {PUBLIC6}/128 dev lo nodad
 link add {UPLINK} type veth peer name eth0 netns {{outside}}
-link set {UPLINK} up
+link set {UPLINK} addrgenmode none up
+address add fe80::b/64 dev {UPLINK} nodad
 address add {UP}/31 dev {UPLINK}
 address add {UP6}/127 dev {UPLINK} nodad
 route add default via {OUT}
@@ -377,7 +379,8 @@ route add default via {OUT6}
 _CLIENTS = "".join(f"address add {each}/32 dev lo\n" for each in CLIENTS)
 _CLIENTS += "".join(f"address add {each}/128 dev lo nodad\n" for each in CLIENTS6)
 _OUTSIDE = f"""link set lo up
-link set eth0 up
+link set eth0 addrgenmode none up
+address add fe80::a/64 dev eth0 nodad
 address add {OUT}/31 dev eth0
 address add {OUT6}/127 dev eth0 nodad
 {_CLIENTS}route add 198.51.100.100/30 via {UP} src {CLIENTS[0]}
@@ -391,7 +394,8 @@ link set {{tap}} type bridge_slave isolated {{isolated}}
 neigh add proxy {{nic.addresses[1]}} dev {BRIDGE}
 """
 _GUEST = f"""link set lo up
-link set eth0 up
+link set eth0 addrgenmode none up
+address add fe80::{{local}}/64 dev eth0 nodad
 address add {{four}}/24 dev eth0
 address add {{six}}/64 dev eth0 nodad
 route add default via {GATEWAY}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -89,9 +89,13 @@ class Nft:
         """Return the same as JSON text."""
         return await anyio.to_thread.run_sync(partial(self._list, path, command, as_json=True))
 
-    async def list_counters(self, path: str, command: str) -> str:
-        """Return the same with the numbers of counters; a document for each command."""
-        ask = partial(self._list, path, command, as_json=True, stateless=False)
+    async def list_counters(self, path: str, commands: Sequence[str]) -> str:
+        """Return the same with the numbers of counters; a document a line."""
+
+        def ask() -> str:
+            ask_one = partial(self._list, path, as_json=True, stateless=False)
+            return "\n".join(ask_one(command).strip() for command in commands)
+
         return await anyio.to_thread.run_sync(ask)
 
     @asynccontextmanager
