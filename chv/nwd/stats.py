@@ -19,6 +19,7 @@ from chv.common.wire.nwd import Shape
 from chv.common.wire.nwd_policy import NicStats
 from chv.nwd.kernel import links, netns, sysctl, tc
 from chv.nwd.kernel.errors import translated
+from chv.nwd.nft import counters
 from chv.nwd.parts import Parts
 from chv.nwd.records import Nic
 from chv.nwd.shaping import SeenShape, shape_of
@@ -52,7 +53,15 @@ def _read_shapes(ifbs: Mapping[str, str]) -> dict[str, SeenShape]:
 async def statistics(parts: Parts, nics: Sequence[Nic]) -> list[NicStats]:
     """Return the counters of NICs that are there, in the given order."""
     counted = await anyio.to_thread.run_sync(_counters, parts, nics)
-    return [_stats(nic, counted[nic.nic_id], {}) for nic in nics if nic.nic_id in counted]
+    there = [nic for nic in nics if nic.nic_id in counted]
+    drops: dict[str, dict[str, int]] = {}
+    for network_id, members in _by_network(there).items():
+        path = parts.netns_path(network_id)
+        found = counters.drops(await parts.nft.list_counters(path, counters.COMMANDS))
+        for nic in members:
+            tap = parts.layout.tap(nic.nic_id)
+            drops[nic.nic_id] = counters.drops_of(found, tap, nic.addresses)
+    return [_stats(nic, counted[nic.nic_id], drops[nic.nic_id]) for nic in there]
 
 
 def _stats(nic: Nic, of_tap: links.Counters, drops: dict[str, int]) -> NicStats:
@@ -73,7 +82,7 @@ def _counters(parts: Parts, nics: Sequence[Nic]) -> dict[str, links.Counters]:
     for network_id, members in _by_network(nics).items():
         taps = {parts.layout.tap(nic.nic_id): nic.nic_id for nic in members}
         seen = _visit(parts, network_id, partial(links.counters, list(taps))) or {}
-        found |= {taps[tap]: counters for tap, counters in seen.items()}
+        found |= {taps[tap]: of_tap for tap, of_tap in seen.items()}
     return found
 
 
@@ -86,14 +95,19 @@ async def warnings(parts: Parts) -> list[str]:
 def _warnings(parts: Parts) -> list[str]:
     found = []
     for network_id in parts.records.networks:
-        count, limit = _visit(parts, network_id, _tracked) or (0, 0)
-        if limit and count >= limit * NEAR:
-            found.append(
-                f"network {network_id} has {count} tracked connections, and new ones are refused "
-                f"at {limit} (net.netfilter.nf_conntrack_max)"
-            )
+        found += connection_warnings(network_id, *(_visit(parts, network_id, _tracked) or (0, 0)))
     found += neighbour_warnings(len(parts.records.nics), _neighbour_limits())
     return found
+
+
+def connection_warnings(network_id: str, count: int, limit: int) -> list[str]:
+    """Return the warning of a network that has nearly as many tracked connections as it may."""
+    if not limit or count < limit * NEAR:
+        return []
+    return [
+        f"network {network_id} has {count} tracked connections, and new ones are refused at "
+        f"{limit} (net.netfilter.nf_conntrack_max)"
+    ]
 
 
 def neighbour_warnings(nics: int, limits: Mapping[str, tuple[int, int]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chv.nwd.stats import neighbour_warnings
+from chv.nwd.stats import connection_warnings, neighbour_warnings
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,10 @@ def test_neighbours_are_warned_of_near_the_limit(
 
 def test_a_limit_that_the_kernel_does_not_show_is_not_warned_of() -> None:
     assert neighbour_warnings(10**6, {"ipv4": (0, 0)}) == []
+
+
+def test_connections_are_warned_of_near_the_limit_of_the_network() -> None:
+    assert connection_warnings("n", 799, 1000) == []
+    assert connection_warnings("n", 5, 0) == [], "a kernel that does not say"
+    (text,) = connection_warnings("n", 800, 1000)
+    assert "network n has 800" in text
