@@ -285,4 +285,5 @@ def _dns_network(layout: Layout, settings: Settings, network: Network) -> DnsNet
         gateway6=gateway6(topology),
         search=topology.search,
         names=[DnsName(record.name, tuple(record.addresses)) for record in topology.records],
+        by_gateway=[metadata.ADDRESS] if topology.metadata else [],
     )

@@ -65,14 +65,14 @@ async def _host_links(parts: Parts) -> list[CensusItem]:
 
 
 async def _taps(parts: Parts) -> list[CensusItem]:
-    """Taps in our namespaces; `owner` is the NIC."""
+    """Taps and what shapes them in our namespaces; `owner` is the NIC."""
     items = []
     for name in await anyio.to_thread.run_sync(netns.names, parts.layout.netns_prefix):
         if await anyio.to_thread.run_sync(netns.presence, name) is not netns.Presence.PRESENT:
             continue
         found = await netns.inside(netns.path_of(name), links.read_all)
         for link in found.values():
-            if link.kind == "tun":
+            if link.kind in ("tun", "ifb"):
                 nic_id = link.alias.rpartition(":")[2]
                 known = nic_id in parts.records.nics
                 items.append(

@@ -50,6 +50,7 @@ class DnsNetwork:
     gateway6: str = ""
     search: Sequence[str] = ()
     names: Sequence[DnsName] = ()
+    by_gateway: Sequence[str] = ()  # what is reached by the gateway though there is no uplink
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,12 @@ def configuration(network: DnsNetwork) -> str:
         f"dhcp-option=option:router,{IPv4Address(network.gateway)}"
         if network.has_uplink
         else "dhcp-option=option:router",
+        *(
+            f"dhcp-option=option:classless-static-route,{IPv4Address(each)}/32,"
+            f"{IPv4Address(network.gateway)}"
+            for each in network.by_gateway
+            if not network.has_uplink
+        ),
         *(f"server={check_address(server)}" for server in network.forwarders if network.has_uplink),
         *(_ipv6_lines(network) if network.subnet6 else ()),
     ]

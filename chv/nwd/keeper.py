@@ -28,8 +28,8 @@ from chv.nwd.host import Host
 from chv.nwd.kernel import conntrack, dhcp_release, netns
 from chv.nwd.loading import load_rules
 from chv.nwd.locks import NetworkLocks
-from chv.nwd.nft import rules
 from chv.nwd.metadata_server import MetadataServer
+from chv.nwd.nft import rules
 from chv.nwd.observe import Sockets, observe, observe_nic
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, DnsState

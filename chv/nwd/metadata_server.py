@@ -9,7 +9,6 @@ open socket would keep a namespace alive, so `stop` comes before the namespace g
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -36,8 +35,7 @@ ANSWER_S_MAX = 10.0
 LINGER_S_MAX = 1.0
 LINGER_BYTES_MAX = 1 << 16
 BACKLOG = 64
-BUSY_S = 0.2
-_BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+BUSY_S = 1.0
 
 
 @dataclass
@@ -107,9 +105,11 @@ class MetadataServer:
             await anyio.wait_readable(listener)
             try:
                 connection, peer = listener.accept()
-            except OSError as error:  # the other end has gone, or we have too many open
-                if error.errno in _BUSY:
-                    await anyio.sleep(BUSY_S)
+            except (BlockingIOError, ConnectionAbortedError):
+                continue  # the other end has gone
+            except OSError as error:  # such as too many open files
+                log.warning("metadata_not_accepted", network_id=network_id, error=error)
+                await anyio.sleep(BUSY_S)
                 continue
             connection.setblocking(False)
             source = str(peer[0])

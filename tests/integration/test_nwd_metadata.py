@@ -105,6 +105,8 @@ async def test_each_guest_is_told_about_itself_also_where_two_networks_have_equa
             tree = json.loads(await ask(a, "/chv/v1.json"))
             assert tree["name"] == "a"
             assert [each["addresses"] for each in tree["interfaces"]] == [[f"{of_a.address}/24"]]
+            ip("-n", b.name, "route", "add", "169.254.0.0/16", "dev", "eth0")
+            assert await ask(b) == "I am b", "also where it takes us for a neighbour"
             ip("-n", a.name, "address", "add", "10.7.0.3/24", "dev", "eth0")
 
             def as_b() -> bytes:

@@ -230,6 +230,9 @@ async def test_a_tap_with_queues_gives_a_descriptor_for_each_and_to_one_vmm_alon
         network = IDS.uid()
         await node.ensure(network)
         nic = await node.attach(network, queues=4)
+        node.forget_log()
+        await node.ensure(network)
+        assert node.applied() == []
         async with node.client() as client:
             _, fds = await client.call_fds(*open_call(nic))
             try:

@@ -176,3 +176,10 @@ def test_dnsmasq_accepts_the_configuration(tmp_path: Path, has_uplink: bool) -> 
         ["dnsmasq", "--test", f"--conf-file={path}"], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_metadata_has_a_route_also_where_there_is_no_default_one() -> None:
+    route = "dhcp-option=option:classless-static-route,169.254.169.254/32,10.0.0.1"
+    asked = replace(NETWORK, by_gateway=("169.254.169.254",))
+    assert route in dnsmasq.configuration(replace(asked, has_uplink=False)).splitlines()
+    assert route not in dnsmasq.configuration(asked), "it would replace the default route"
