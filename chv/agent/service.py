@@ -30,7 +30,7 @@ from chv.common.ids import short_uid
 from chv.common.layout import Layout
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent as api
-from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, OpenGuestConnection
+from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, NwdHealth, OpenGuestConnection
 from chv.common.wire.stord import GET_METRICS, LIST_JOBS, JobsReply, StorageMetrics
 from chv.common.wire.types import (
     CENSUS,
@@ -125,7 +125,7 @@ class Service:
             state_dir=str(self._layout.state),
             daemons=parts.daemons.statuses(),
             vmms=parts.probes.results(),
-            conditions=node.conditions(),
+            conditions=[*node.conditions(), *self._warnings()],
             features=self._features(),
             counts=self._engine.counts(),
             transitions=list(node.transitions),
@@ -137,6 +137,17 @@ class Service:
             health = self._parts.daemons.health(name)
             if health is not None:
                 found += health.features
+        return found
+
+    def _warnings(self) -> list[api.NodeCondition]:
+        """What nwd finds in its way on the host: `HostForwardBlocked: chain ...`."""
+        health = self._parts.daemons.health("nwd")
+        found = []
+        for text in health.warnings if isinstance(health, NwdHealth) else ():
+            kind, _, message = text.partition(": ")
+            found.append(
+                api.NodeCondition(type=kind, status="True", reason="SeenByNwd", message=message)
+            )
         return found
 
     async def reset_node(self, request: Empty) -> Done:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from chv.host import storage_checks
+from chv.host import forward_checks, storage_checks
 
 FREE_BYTES_MIN = 1 << 30
 MEMORY_BYTES_MIN = 1 << 30
@@ -43,7 +43,7 @@ def run_checks() -> list[Check]:
     """Look at everything; the order is the order to read in."""
     checks: tuple[Callable[[], Check], ...] = (_root, _tun, _kvm, _nft, _netns, _memory, _space)
     programs = [_program(name) for name in PROGRAMS]
-    return [check() for check in checks] + programs + _volume_classes()
+    return [check() for check in checks] + programs + _forwarding() + _volume_classes()
 
 
 def _root() -> Check:
@@ -107,6 +107,25 @@ def _program(name: str) -> Check:
         return Check(name, "ok", f"{found} ({purpose})")
     remedy = f"apt-get install {packages}" if packages else ""
     return Check(name, severity, f"{name} is missing ({purpose})", remedy)
+
+
+def _forwarding() -> list[Check]:
+    """Nothing is changed: whether guests may pass somebody else's firewall is for its owner."""
+    found = forward_checks.blocking(forward_checks.look())
+    checks = [
+        Check(
+            f"forwarding-{each.title.replace(' ', '-')}",
+            "warning",
+            f"{each.owner or 'a firewall'} keeps guests from the outside: chain {each.title} "
+            f"of the forward hook has {each.how}",
+            forward_checks.remedy(each, forward_checks.links()),
+        )
+        for each in found
+    ]
+    if forward_checks.legacy():
+        message = "there are rules of the old iptables, which were not looked at"
+        checks.append(Check("forwarding-legacy", "info", message, "iptables-legacy -S FORWARD"))
+    return checks or [Check("forwarding", "ok", "no other firewall drops what guests send")]
 
 
 def _volume_classes() -> list[Check]:

@@ -57,6 +57,14 @@ def status(arguments: argparse.Namespace) -> int:
             for entry in node.conditions
         ],
     )
+    print()
+    output.table(
+        ["FEATURE", "PRESENT", "DETAIL"],
+        [
+            [entry.name, "yes" if entry.present else "no", entry.detail or "-"]
+            for entry in node.features
+        ],
+    )
     return 0
 
 
