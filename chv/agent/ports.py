@@ -250,10 +250,14 @@ class ImagePort(Protocol):
 
 
 class SeedNic(msgspec.Struct, frozen=True, kw_only=True):
-    """A NIC as the seed disk describes it; addresses come by DHCP."""
+    """A NIC as the seed disk describes it; addresses come by DHCP.
+
+    `address6` is told all the same, for guests without a client for DHCPv6.
+    """
 
     name: str
     mac: str
+    address6: str = ""
 
 
 class SeedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class Seeds:
             host_key=host_key,
             authorized_keys=[f"{operator.public} chv-operator", *request.ssh_authorized_keys],
             user_data=request.user_data,
-            nics=[SeedNic(mac=nic.mac) for nic in request.nics],
+            nics=[SeedNic(mac=nic.mac, address6=nic.address6) for nic in request.nics],
         )
         uid = self._layout.vmm_uid(vm.slot)
         path = directory / SEED

@@ -46,13 +46,18 @@ PRIVATE_DIRECTORIES = {"root", "root/.ssh", "etc/chv"}
 
 @dataclass(frozen=True, slots=True)
 class SeedNic:
-    """An interface, matched by its MAC address. Without `address` (CIDR) it uses DHCP."""
+    """An interface, matched by its MAC address. Without `address` (CIDR) it uses DHCP.
+
+    `address6` is what DHCPv6 gives it: cloud-init asks for it, the tiny guest, which has no client
+    for it, takes it from here.
+    """
 
     mac: str
     address: str = ""
     gateway: str = ""
     dns: tuple[str, ...] = ()
     search: str = ""
+    address6: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,8 @@ def _check_nic(nic: SeedNic, where: str) -> None:
     try:
         if nic.address:
             ipaddress.ip_interface(nic.address)
+        if nic.address6:
+            ipaddress.IPv6Address(nic.address6)
         for address in (*nic.dns, *([nic.gateway] if nic.gateway else [])):
             ipaddress.ip_address(address)
     except ValueError as error:
@@ -171,6 +178,8 @@ def network_config(nics: list[SeedNic]) -> dict[str, Any]:
 
 def _ethernet(nic: SeedNic) -> dict[str, Any]:
     config: dict[str, Any] = {"match": {"macaddress": nic.mac}}
+    if nic.address6:
+        config["dhcp6"] = True
     if not nic.address:
         return config | {"dhcp4": True, "dhcp-identifier": "mac"}
     config["addresses"] = [nic.address]
@@ -200,6 +209,9 @@ def seed_tar(spec: SeedSpec) -> bytes:
     static = "".join(_net_line(nic) for nic in spec.nics if nic.address)
     if static:
         files["etc/chv/net"] = (0o644, static)
+    if any(nic.address6 for nic in spec.nics):
+        lines = [f"{nic.mac} {nic.address6}/128\n" for nic in spec.nics if nic.address6]
+        files["etc/chv/net6"] = (0o644, "".join(lines))
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for directory in ("etc", "etc/chv", "etc/ssh", "root", "root/.ssh"):

@@ -239,7 +239,11 @@ class Applier:
             ssh_authorized_keys=tuple(cloud_init.ssh_authorized_keys),
             user_data=cloud_init.user_data,
             nics=tuple(
-                SeedNic(name=nic.name, mac=known[nic.nic_id].mac)
+                SeedNic(
+                    name=nic.name,
+                    mac=known[nic.nic_id].mac,
+                    address6=known[nic.nic_id].address6,
+                )
                 for nic in desired.nics
                 if nic.nic_id in known
             ),

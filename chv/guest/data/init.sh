@@ -73,6 +73,16 @@ static_network() {
     return 1
 }
 
+# /etc/chv/net6: lines "MAC ADDRESS/128", as DHCPv6 has them; the routes come by router
+# advertisements.
+static_network6() {
+    [ -f /etc/chv/net6 ] || return 0
+    while read -r mac address; do
+        [ "$mac" = "$2" ] && ip -6 addr add "$address" dev "$1"
+    done </etc/chv/net6
+    return 0
+}
+
 dhcp_forever() {
     while :; do
         udhcpc -f -i "$1" -s /lib/chv/udhcpc.sh -t 5 -T 1 -A 2 \
@@ -86,6 +96,7 @@ bring_up() {
     [ "$1" != lo ] && mkdir "/run/chv/nic.$1" 2>/dev/null || return 0
     read -r hardware <"/sys/class/net/$1/address"
     ip link set "$1" up
+    static_network6 "$1" "$hardware"
     static_network "$1" "$hardware" || dhcp_forever "$1" &
 }
 

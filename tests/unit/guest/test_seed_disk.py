@@ -98,6 +98,18 @@ def test_network_config_matches_by_mac_address(spec: SeedSpec) -> None:
     assert second["routes"] == [{"to": "0.0.0.0/0", "via": "10.1.0.1", "on-link": True}]
 
 
+def test_an_ipv6_address_is_asked_for_and_told(spec: SeedSpec) -> None:
+    image = files(build_seed(replace(spec, nics=[SeedNic(MAC, address6="fd00:1::5")])))
+    (nic,) = json.loads(image["network-config"])["ethernets"].values()
+    assert (nic["dhcp4"], nic["dhcp6"]) == (True, True)
+    with tarfile.open(fileobj=io.BytesIO(image["chv-seed.tar"])) as tar:
+        told = tar.extractfile("etc/chv/net6")
+        assert told is not None
+        assert told.read() == f"{MAC} fd00:1::5/128\n".encode()
+    with tarfile.open(fileobj=io.BytesIO(files(build_seed(spec))["chv-seed.tar"])) as tar:
+        assert "etc/chv/net6" not in tar.getnames()
+
+
 def test_the_tar_keeps_secrets_private(spec: SeedSpec) -> None:
     with tarfile.open(fileobj=io.BytesIO(files(build_seed(spec))["chv-seed.tar"])) as tar:
         modes = {entry.name: entry.mode for entry in tar}
@@ -134,6 +146,7 @@ def test_a_shell_reads_the_exact_value_of_a_secret(spec: SeedSpec) -> None:
         ({"nics": [SeedNic(MAC, "10.0.0.300/24")]}, "nics[0]"),
         ({"nics": [SeedNic(MAC, "10.0.0.3/24", "10.0.0.1 x")]}, "nics[0]"),
         ({"nics": [SeedNic(MAC, "10.0.0.3/24", search="a b")]}, "nics[0].search"),
+        ({"nics": [SeedNic(MAC, address6="fd00::5/64\n")]}, "nics[0]"),
         ({"guest_env": {"A": "x" * (5 << 20)}}, "spec.cloudInit.userData"),
     ],
 )

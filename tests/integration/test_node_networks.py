@@ -1,0 +1,188 @@
+"""Groups, exposures and IPv6 on the real thing: examples/two-tier.yaml and its two guests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chv.common.wire.manifest import load_documents
+from tests.integration.live_node import ROOT, CommandFailed, LiveNode, live_node, need, wait_for
+
+pytestmark = [pytest.mark.root, need("qemu-system-x86_64")]
+
+TWO_TIER = ROOT / "examples" / "two-tier.yaml"
+HOST_ADDRESS = "198.18.0.2"
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[LiveNode]:
+    with live_node() as running:
+        running.cli("apply", "-f", str(TWO_TIER), "--wait")
+        for name in ("web", "db"):
+            running.cli("wait", f"vm/{name}", "--for", "SSHReady", "--timeout", "120s")
+            for port in (5432, 5433, 8080):
+                serve(running, name, port)
+        yield running
+        running.cli("delete", "-f", str(TWO_TIER), "--ignore-not-found")
+        instance = running.dev.layout.instance
+        assert [p.name for p in Path("/run/netns").glob(f"chv-{instance}-*")] == []
+        for kind in ("sg", "exposure", "network", "vm"):
+            assert json.loads(running.cli("get", kind, "-o", "json").stdout) == []
+
+
+def serve(node: LiveNode, vm: str, port: int) -> None:
+    """Answer every connection with the guest's name."""
+    node.ssh(vm, f"nc -ll -p {port} -e hostname </dev/null >/dev/null 2>&1 &")
+
+
+def manifest(kind: str, name: str) -> dict[str, Any]:
+    documents = load_documents(TWO_TIER.read_text())
+    return next(d for d in documents if (d["kind"], d["metadata"]["name"]) == (kind, name))
+
+
+def apply(node: LiveNode, tmp_path: Path, *documents: dict[str, Any]) -> None:
+    path = tmp_path / "change.yaml"
+    path.write_text(yaml.safe_dump_all(documents))
+    node.cli("apply", "-f", str(path), "--wait", "--timeout", "30s")
+
+
+def ask(node: LiveNode, vm: str, target: str, port: int) -> str:
+    """Return what a guest hears from an address, '' where nothing."""
+    done = node.ssh(vm, f"nc -w 2 {target} {port} </dev/null", check=False)
+    return done.stdout.strip()
+
+
+def from_outside(node: LiveNode, port: int = 80) -> str:
+    sandbox = node.dev.sandbox
+    assert sandbox is not None
+    code = (
+        "import socket\n"
+        f"try: print(socket.create_connection(('{HOST_ADDRESS}', {port}), 2).recv(99).decode())\n"
+        "except ConnectionRefusedError: print('refused')\n"
+        "except OSError: print('nothing')\n"
+    )
+    done = subprocess.run(
+        ["ip", "netns", "exec", sandbox.wan, sys.executable, "-c", code],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def vmm_pid(node: LiveNode, vm: str) -> int:
+    return int(node.status(vm)["vmm"]["pid"])
+
+
+def targets(node: LiveNode) -> dict[str, str]:
+    status = node.get("exposure", "site")["status"]
+    return {each["virtualMachine"]: each["state"] for each in status.get("targets", [])}
+
+
+def test_a_group_lets_its_port_through_and_nothing_else(node: LiveNode) -> None:
+    assert ask(node, "web", "db", 5432) == "db"
+    assert ask(node, "web", "db", 5433) == ""
+    assert ask(node, "db", "web", 5432) == ""  # one way only
+    listed = node.cli("get", "sg").stdout
+    assert "TCP 5432 sg/web" in listed
+    assert node.get("sg", "db")["status"]["members"] == 1
+
+
+def test_a_rule_changes_at_once_under_running_guests(node: LiveNode, tmp_path: Path) -> None:
+    pids = {name: vmm_pid(node, name) for name in ("web", "db")}
+    wider = {name: manifest("SecurityGroup", name) for name in ("web", "db")}
+    wider["web"]["spec"]["egress"][0]["ports"] = ["5432-5433"]
+    wider["db"]["spec"]["ingress"][0]["ports"] = ["5432-5433"]
+    apply(node, tmp_path, *wider.values())
+    assert ask(node, "web", "db", 5433) == "db"
+    apply(node, tmp_path, manifest("SecurityGroup", "web"), manifest("SecurityGroup", "db"))
+    assert ask(node, "web", "db", 5433) == ""
+    assert ask(node, "web", "db", 5432) == "db"
+    assert {name: vmm_pid(node, name) for name in pids} == pids
+
+
+def test_membership_and_rate_change_under_a_running_guest(node: LiveNode, tmp_path: Path) -> None:
+    pid = vmm_pid(node, "web")
+    alone = manifest("VirtualMachine", "web")
+    alone["spec"]["interfaces"][0]["securityGroups"] = []
+    alone["spec"]["interfaces"][0]["bandwidth"] = {"egress": "50Mbit", "ingress": "50Mbit"}
+    apply(node, tmp_path, alone)
+    assert ask(node, "web", "db", 5432) == ""  # no member of what db lets in
+    apply(node, tmp_path, manifest("VirtualMachine", "web"))
+    assert ask(node, "web", "db", 5432) == "db"
+    assert vmm_pid(node, "web") == pid
+    other = manifest("VirtualMachine", "web")
+    other["spec"]["interfaces"][0]["address"] = "10.8.0.77"
+    with pytest.raises(CommandFailed, match="FAILED_PRECONDITION"):
+        apply(node, tmp_path, other)
+
+
+def test_guest_has_the_ipv6_address_of_its_record(node: LiveNode) -> None:
+    address = node.status("web")["interfaces"][0]["address6"]
+    assert address.startswith("fd00:8::")
+    shown = node.ssh("web", "ip -6 -o addr show dev eth0").stdout
+    assert f"{address}/128" in shown
+    assert node.ssh("web", "ping -c 1 -W 5 fd00:8::1").returncode == 0
+
+
+def test_names_of_the_network_resolve(node: LiveNode) -> None:
+    assert "10.8.0.250" in node.ssh("web", "nslookup docs.shop.default.internal").stdout
+
+
+def test_exposure_is_reached_from_outside_and_from_guests(node: LiveNode) -> None:
+    node.cli("wait", "exposure/site", "--for", "Ready", "--timeout", "30s")
+    assert from_outside(node) == "web"
+    assert ask(node, "db", HOST_ADDRESS, 80) == "web"
+    assert ask(node, "web", HOST_ADDRESS, 80) == "web"  # itself
+    assert "1/1" in node.cli("get", "exposure").stdout
+
+
+def test_exposure_fails_over_when_a_guest_stops(node: LiveNode, tmp_path: Path) -> None:
+    both = manifest("Exposure", "site")
+    both["spec"]["targets"].append({"virtualMachine": "db"})
+    apply(node, tmp_path, both)
+    wait_for(lambda: targets(node) == {"web": "healthy", "db": "healthy"}, 15, "both healthy")
+    assert {from_outside(node) for _ in range(4)} == {"web", "db"}
+    node.cli("stop", "web", "--force")
+    stopped = time.monotonic()
+    wait_for(lambda: {from_outside(node) for _ in range(3)} == {"db"}, 15, "db alone answers")
+    assert time.monotonic() - stopped < 12
+    wait_for(lambda: targets(node) == {"web": "unhealthy", "db": "healthy"}, 12, "the status")
+    apply(node, tmp_path, manifest("Exposure", "site"))
+    assert from_outside(node) == "refused"  # nobody is left: at once, not after a time-out
+    node.cli("start", "web")
+    node.cli("wait", "vm/web", "--for", "SSHReady", "--timeout", "120s")
+    serve(node, "web", 8080)
+    wait_for(lambda: from_outside(node) == "web", 15, "web is back")
+
+
+def test_killed_daemons_change_nothing_for_guests(node: LiveNode) -> None:
+    operations = node.cli("ops", "ls").stdout.count("op-")
+    node.kill("agent", "nwd")
+    assert from_outside(node) == "web"
+    node.up()
+    node.await_state("TenantReady")
+    assert from_outside(node) == "web"
+    serve(node, "db", 5432)
+    assert ask(node, "web", "db", 5432) == "db"
+    assert ask(node, "web", "db", 5433) == ""
+    assert node.cli("ops", "ls").stdout.count("op-") == operations
+
+
+def test_what_is_used_is_not_deleted_and_a_deleted_target_is_absent(node: LiveNode) -> None:
+    for kind, name in (("sg", "web"), ("network", "shop")):
+        done = node.cli("delete", kind, name, check=False)
+        assert done.returncode == 5, done.stderr
+        assert "IN_USE" in done.stderr
+    node.cli("delete", "vm", "web")
+    wait_for(lambda: targets(node) == {"web": "absent"}, 12, "an absent target")
+    node.cli("delete", "sg", "web")
+    condition = node.get("sg", "db")["status"]["conditions"][0]
+    assert condition["status"] == "True"
+    assert "web" in condition["message"]
