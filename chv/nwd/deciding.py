@@ -1,7 +1,8 @@
 """Which rule of which security group speaks for a packet, in words. Pure.
 
 The kernel decides, and a trace shows what it decided; this tells where that comes from in the
-objects that people write. Where a packet is allowed by several rules, the first is named.
+objects that people write. Where several rules allow a packet, the first is named: by its place
+among those of its direction, as it stands in a manifest.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ class Groups:
             )
         for uid in nic.groups:
             row = self.rows.get(uid)
-            for index, rule in enumerate(row.group.rules if row is not None else ()):
-                if row is not None and self._fits(rule, direction, packet):
-                    return f"rule {index} of security group {row.group.name}"
+            rules = [
+                rule
+                for rule in (row.group.rules if row is not None else ())
+                if rule.direction is direction
+            ]
+            for index, rule in enumerate(rules):
+                if row is not None and self._fits(rule, packet):
+                    return f"rule {direction.value}[{index}] of security group {row.group.name}"
         return ""
 
     def denied(self, nic: Nic, direction: Direction, packet: Packet) -> str:
@@ -60,12 +66,11 @@ class Groups:
             f" {what} {towards} {peer}"
         )
 
-    def _fits(self, rule: SecurityRule, direction: Direction, packet: Packet) -> bool:
-        if rule.direction is not direction:
-            return False
+    def _fits(self, rule: SecurityRule, packet: Packet) -> bool:
         if rule.protocol is not IpProtocol.ANY and rule.protocol.value != packet.protocol:
             return False
-        peer = packet.destination if direction is Direction.EGRESS else packet.source
+        is_out = rule.direction is Direction.EGRESS
+        peer = packet.destination if is_out else packet.source
         port = packet.destination_port
         ranges = [ports_of(text) for text in rule.ports]
         if ranges and not any(first <= port <= last for first, last in ranges):

@@ -80,8 +80,8 @@ async def test_what_groups_allow_is_named_by_group_and_rule() -> None:
             other.configure()
             allowed = await explain(node, one.nic_id, two.address, port=80)
             assert allowed.verdict == "delivered", allowed
-            assert "one, egress: rule 1 of security group web" in allowed.decided_by
-            assert "two, ingress: rule 0 of security group db" in allowed.decided_by
+            assert "one, egress: rule egress[0] of security group web" in allowed.decided_by
+            assert "two, ingress: rule ingress[0] of security group db" in allowed.decided_by
             assert "handed to two" in whats(allowed, "tap")
             out = await explain(node, one.nic_id, two.address, port=443)
             assert (out.verdict, out.decided_by) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from chv.agent.network import policy
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import nic_id
 from chv.common.errors import FailedPrecondition, NotFound
@@ -36,6 +37,7 @@ class Directory:
     nics: Sequence[NamedNic]
     networks: Mapping[tuple[str, str], str]  # (namespace, name) to uid
     groups: Mapping[str, str]  # uid to name
+    rules: Mapping[str, Sequence[str]]  # uid to the place of each rule in its manifest
     vms: frozenset[tuple[str, str]]
 
     @classmethod
@@ -48,6 +50,10 @@ class Directory:
         groups = {
             stored.uid: stored.resource.metadata.name for stored in tables.of_kind("SecurityGroup")
         }
+        rules = {
+            stored.uid: policy.rule_places(tables, stored)
+            for stored in tables.of_kind("SecurityGroup")
+        }
         vms = [
             (stored.uid, stored.resource)
             for stored in tables.of_kind("VirtualMachine")
@@ -56,7 +62,7 @@ class Directory:
         ]
         nics = [nic for uid, vm in vms for nic in _nics(uid, vm, networks)]
         names = frozenset((vm.metadata.namespace, vm.metadata.name) for _, vm in vms)
-        return cls(sorted(nics, key=_order), networks, groups, names)
+        return cls(sorted(nics, key=_order), networks, groups, rules, names)
 
     def network(self, name: str, namespace: str) -> str:
         """Return the uid of a network; NotFound."""
@@ -80,6 +86,11 @@ class Directory:
         if not found:
             raise FailedPrecondition("it has no interface on a network", resource=title)
         return found
+
+    def place(self, group_id: str, rule: int) -> str:
+        """Return where a rule stands in its group's manifest; empty where it is not known."""
+        places = self.rules.get(group_id, ())
+        return places[rule] if 0 <= rule < len(places) else ""
 
     def titles(self, uids: set[str]) -> dict[str, str]:
         """Return the names of those NICs and groups that are known."""

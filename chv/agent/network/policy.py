@@ -138,6 +138,17 @@ def wanted_group(
     )
 
 
+def rule_places(tables: Tables, stored: StoredObject) -> list[str]:
+    """Return where each rule of `wanted_group` stands in the manifest: `egress[0]`."""
+    group = group_of(stored)
+    return [
+        f"{field}[{index}]"
+        for field, direction in DIRECTIONS
+        for index, rule in enumerate(getattr(group.spec, field))
+        if rule.cidrs or _rule(tables, group.metadata.namespace, direction, rule).groups
+    ]
+
+
 def _among(rule: policy.SecurityRule, known: frozenset[str]) -> policy.SecurityRule:
     return msgspec.structs.replace(rule, groups=[uid for uid in rule.groups if uid in known])
 

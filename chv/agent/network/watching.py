@@ -193,5 +193,9 @@ class _Reader:
         lost = max(0, reply.lost - self._lost)
         self._next, self._lost = reply.next, reply.lost
         uids = {entry.nic_id for entry in entries} | {entry.group_id for entry in entries}
-        names = self._directory(self._request.namespace).titles(uids)
+        directory = self._directory(self._request.namespace)
+        names = directory.titles(uids)
+        for entry in entries:
+            if place := directory.place(entry.group_id, entry.rule):
+                names[api.rule_key(entry)] = place
         return api.NetworkLogChunk(entries=entries, names=names, lost=lost)

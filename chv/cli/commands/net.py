@@ -60,6 +60,7 @@ def _print_json(chunk: api.NetworkLogChunk) -> None:
         named = {
             **msgspec.to_builtins(entry),
             "group": chunk.names.get(entry.group_id, ""),
+            "place": chunk.names.get(api.rule_key(entry), ""),
             "nic": chunk.names.get(entry.nic_id, ""),
         }
         print(msgspec.json.encode(named).decode())
@@ -69,7 +70,8 @@ def _print_json(chunk: api.NetworkLogChunk) -> None:
 def log_line(entry: LogEntry, names: dict[str, str]) -> str:
     """Return an entry as people read it."""
     group = names.get(entry.group_id, entry.group_id)
-    by = f"group {group}" if entry.rule < 0 else f"group {group} rule {entry.rule}"
+    rule = names.get(api.rule_key(entry), str(entry.rule))
+    by = f"group {group}" if entry.rule < 0 else f"group {group} {rule}"
     nic = names.get(entry.nic_id, entry.nic_id or "?")
     source = _end(entry.source, entry.source_port)
     destination = _end(entry.destination, entry.destination_port)

@@ -28,11 +28,18 @@ class ReadNetworkLog(Message, frozen=True, kw_only=True):
 
 
 class NetworkLogChunk(Reply, frozen=True, kw_only=True):
-    """`names`: of the groups and NICs (`VM/INTERFACE`) in the entries. `lost` since the last."""
+    """`names`: of groups, NICs (`VM/INTERFACE`) and rules (`egress[0]`, see `rule_key`) in the
+    entries. `lost`: since the last chunk.
+    """
 
     entries: list[LogEntry] = []
     names: dict[str, str] = {}
     lost: int = 0
+
+
+def rule_key(entry: LogEntry) -> str:
+    """Return under which key the place of an entry's rule is in `names`."""
+    return f"{entry.group_id}:{entry.rule}"
 
 
 class ExplainVm(Message, frozen=True, kw_only=True):
