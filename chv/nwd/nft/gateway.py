@@ -221,6 +221,7 @@ def _output6(network: NetworkRules, bridge: str) -> str:
   icmpv6 type {errors} accept
   oifname {bridge} icmpv6 type nd-router-advert accept
   oifname {bridge} udp sport 547 udp dport 546 accept
+  oifname {bridge} ip6 hoplimit 0 udp sport 546 udp dport 547 accept
   oifname {bridge} ip6 saddr {gateway} ip6 daddr . tcp dport @guest_ports6 accept
   oifname {bridge} ip6 saddr {gateway} ip6 daddr . tcp dport @checked6 accept
 """

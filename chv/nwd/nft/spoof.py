@@ -83,6 +83,8 @@ _ARP_AND_IP = """ chain arp_check {
 
 # A target address lies 8 bytes behind the start of the ICMPv6 header. The first check of
 # `target_check` is its own rule, for a negative match on a type passes over what is not ICMPv6.
+# Whether an own address is a duplicate is answered by silence: nobody else can have it, and the
+# gateway, which answers for it to the others, would answer the guest itself as well.
 # The first fragment of a packet holds its transport header (RFC 7112), or nothing can be checked.
 _IP6 = f""" chain ip6_check {{
   icmpv6 type {{ nd-router-advert, nd-redirect }} goto drop_rogue_ra
@@ -101,6 +103,7 @@ _IP6 = f""" chain ip6_check {{
  }}
  chain unspecified_check {{
   icmpv6 type != nd-neighbor-solicit accept
+  iifname . @th,64,128 @port_target drop
   goto about_own
  }}
  chain target_check {{
