@@ -199,6 +199,7 @@ class World:
     def _delete(self, place: Place, name: str) -> None:
         """Both ends of a pair go together; ports of a bridge stay without it."""
         links = {other: link for other, link in self.observed.links.items() if other != name}
+        self._set(shapes={tap: s for tap, s in self.observed.shapes.items() if tap != name})
         if name == BRIDGE:
             links = {
                 other: replace(link, master="", isolated=False) for other, link in links.items()
