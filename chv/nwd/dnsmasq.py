@@ -6,7 +6,8 @@ the address that it had. Changes of NICs reach it by SIGHUP, which re-reads the 
 not the configuration; nothing watches files, for inotify instances are few. Every value is an
 address, a MAC or a name that has been checked where it enters, and is checked here once more.
 
-IPv6 addresses are given by DHCPv6 alone: router advertisements say so (managed, no prefix to make
+With IPv6 leases are written down, not to be read by dnsmasq again, but to tell who has to give
+an address back (`dhcp6_release`). IPv6 addresses are given by DHCPv6 alone: router advertisements say so (managed, no prefix to make
 an address from) and tell gateway, DNS server, search domains and MTU.
 """
 
@@ -24,6 +25,10 @@ from chv.nwd.nft.text import digest
 
 PROGRAM = "dnsmasq"
 HOSTS, NAMES = "hosts", "names"
+LEASES = "leases"  # of the running process alone: a new one starts with none
+ENTERPRISE = (
+    32473  # for examples (RFC 5612): the identity of a server is of use to its clients only
+)
 LOG = "dnsmasq.log"
 LINES_KEPT_MAX = 8192
 # A reverse zone ends at an octet: /12 takes 16 of them, the most there can be is 128.
@@ -97,7 +102,7 @@ def configuration(network: DnsNetwork) -> str:
         f"dhcp-hostsfile={directory}/{HOSTS}",
         f"dhcp-range={subnet.network_address},static,{subnet.netmask},{network.lease_s}",
         "dhcp-authoritative",
-        "leasefile-ro",
+        f"dhcp-leasefile={directory}/{LEASES}" if network.subnet6 else "leasefile-ro",
         "no-ping",
         f"dhcp-option-force=option:mtu,{int(network.mtu)}",
         f"dhcp-option=option:domain-search,{_search(network)}",
@@ -118,6 +123,11 @@ def configuration(network: DnsNetwork) -> str:
     return "\n".join(lines) + "\n"
 
 
+def server_identifier(gateway6: str) -> bytes:
+    """Return what tells the DHCPv6 servers of networks apart; a restart does not change it."""
+    return check_address(gateway6).packed
+
+
 def _search(network: DnsNetwork) -> str:
     domains = dict.fromkeys([network.domain, *network.search])
     return ",".join(check_hostname(domain) for domain in domains)
@@ -129,6 +139,7 @@ def _ipv6_lines(network: DnsNetwork) -> list[str]:
     return [
         *(f"local=/{zone}/" for zone in reverse_zones6(subnet)),
         f"dhcp-range={subnet.network_address},static,{subnet.prefixlen},{network.lease_s}",
+        f"dhcp-duid={ENTERPRISE},{server_identifier(network.gateway6).hex(':')}",
         "enable-ra",
         f"ra-param={network.bridge},mtu:{int(network.mtu)},{ADVERTISED_EVERY_S},{lifetime}",
         f"dhcp-option=option6:dns-server,[{gateway}]",

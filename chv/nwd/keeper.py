@@ -10,6 +10,7 @@ rules are loaded without a look at the rest.
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -20,12 +21,12 @@ from chv.common.clock import Clock, SystemClock
 from chv.common.errors import ChvError, Internal, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.process import WorkerRecord
-from chv.nwd import plan, sweeping
+from chv.nwd import dnsmasq, plan, runfiles, sweeping
 from chv.nwd.apply import Work, step_name
 from chv.nwd.balancing import Balancer, without_health
-from chv.nwd.blueprint import Blueprint
+from chv.nwd.blueprint import Blueprint, gateway6
 from chv.nwd.host import Host
-from chv.nwd.kernel import conntrack, dhcp_release, netns
+from chv.nwd.kernel import conntrack, dhcp6_release, dhcp_release, netns
 from chv.nwd.loading import load_rules
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.metadata_server import MetadataServer
@@ -136,8 +137,21 @@ class Keeper:
         if self.parts.is_due(row) and state is DnsState.ALIVE:
             gateway = row.topology.gateway
             await netns.inside(path, lambda: _end_traces(nic, gateway))
+            await self.end_lease6(nic)
         await self.forget_health(nic)
         await self.parts.records.drop_nic(nic)
+
+    async def end_lease6(self, nic: Nic) -> None:
+        """Free the NIC's IPv6 address for whatever asks next, under another identity too."""
+        gateway = gateway6(self.parts.records.networks[nic.network_id].topology)
+        if not (gateway and nic.address6):
+            return
+        text = runfiles.read(self.parts.layout.network_run(nic.network_id) / dnsmasq.LEASES)
+        server = dhcp6_release.server_id(dnsmasq.ENTERPRISE, dnsmasq.server_identifier(gateway))
+        found = [lease for lease in dhcp6_release.leases(text) if lease.address == nic.address6]
+        path = self.parts.netns_path(nic.network_id)
+        for lease in found:
+            await netns.inside(path, partial(dhcp6_release.send, lease, server, BRIDGE))
 
     async def forget_health(self, nic: Nic) -> None:
         """What was known of a NIC as a target says nothing of the next one in its place."""

@@ -79,6 +79,7 @@ class Nics:
         async with self._keeper.locks.hold(row.network_id):
             row = self._present(nic_id)
             await self._keeper.converge_nic(row, OPEN)
+            await self._keeper.end_lease6(row)  # what starts now may be another system
             name = self._parts.layout.tap(nic_id)
             path = self._parts.netns_path(row.network_id)
             fds = await netns.inside(path, lambda: tap.open_for_vmm(name, row.queues))

@@ -66,6 +66,13 @@ def write_files(layout: Layout, network_id: str, files: dict[str, str]) -> None:
         replace(directory / name, text, layout.dns_uid)
 
 
+def empty_leases(layout: Layout, network_id: str) -> None:
+    """Make a file without leases that dnsmasq may write to."""
+    path = layout.network_run(network_id) / dnsmasq.LEASES
+    with temporary_beside(path, mode=_MODE, uid=layout.dns_uid, gid=layout.dns_uid) as (_, half):
+        half.replace(path)
+
+
 def told(directory: Path, worker_id: str) -> str:
     """Return the digest of what this incarnation of dnsmasq has read."""
     words = read(directory / TOLD).split()

@@ -158,6 +158,7 @@ class Workers:
         conf = directory / f"{worker_id}.conf"
         await anyio.to_thread.run_sync(runfiles.replace, conf, configuration, self._layout.dns_uid)
         await anyio.to_thread.run_sync(_shorten, directory / dnsmasq.LOG)
+        await anyio.to_thread.run_sync(runfiles.empty_leases, self._layout, network_id)
         row = msgspec.structs.replace(plan, worker_id=worker_id)
         await self._records.put_worker(row)
         await failpoint(f"nwd.{verb}.dns_intent")

@@ -32,6 +32,7 @@ from chv.common.layout import Layout
 from chv.common.process import FoundWorker, choose_provider, scan, wait_gone
 from chv.common.rpc import Client, connect
 from chv.common.wire import nwd as wire
+from chv.common.wire import nwd_policy as policy
 from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
 from chv.nwd.kernel import netns, tap
 from tests.integration import nwd_frames as frames
@@ -41,6 +42,9 @@ from tests.integration.stord_helpers import short_root
 IDS = Ids()
 T = TypeVar("T")
 HOST_ADDRESS, WAN_ADDRESS = "198.18.7.2", "198.18.7.1"
+HOST_ADDRESS6, WAN_ADDRESS6 = "fd99:7::2", "fd99:7::1"
+SUBNET6 = "fd00:7::/64"
+ECHO_REQUEST6, ECHO_REPLY6 = 128, 129
 DISCOVERS_MAX = 10
 FOREIGN_TABLE = "table inet foreign { chain c { type filter hook input priority 5; }; }"
 needs_nwd = pytest.mark.skipif(
@@ -89,9 +93,15 @@ class Sandbox:
            "peer", "name", "eth0", "netns", self.wan)  # fmt: skip
         ip("-n", self.host, "address", "add", f"{HOST_ADDRESS}/24", "dev", "wan0")
         ip("-n", self.wan, "address", "add", f"{WAN_ADDRESS}/24", "dev", "eth0")
+        for name, address, link in (
+            (self.host, HOST_ADDRESS6, "wan0"),
+            (self.wan, WAN_ADDRESS6, "eth0"),
+        ):
+            ip("-n", name, "address", "add", f"{address}/64", "dev", link, "nodad")
         ip("-n", self.host, "link", "set", "wan0", "up")
         ip("-n", self.wan, "link", "set", "eth0", "up")
         ip("-n", self.host, "route", "add", "default", "via", WAN_ADDRESS)
+        ip("-n", self.host, "-6", "route", "add", "default", "via", WAN_ADDRESS6)
         nft_in(self.host, FOREIGN_TABLE)
 
     def remove(self) -> None:
@@ -193,6 +203,24 @@ class Node:
         )
         return info
 
+    async def allow_all(self) -> str:
+        """Make a group that allows everything both ways; return its id."""
+        group_id = IDS.uid()
+        allowed = [
+            policy.SecurityRule(
+                direction=direction,
+                protocol=policy.IpProtocol.ANY,
+                cidrs=["0.0.0.0/0", "::/0"],
+            )
+            for direction in policy.Direction
+        ]
+        group = policy.SecurityGroup(
+            group_id=group_id, name=f"all-{group_id[:8]}", tenant="default", rules=allowed
+        )
+        request = policy.SetSecurityGroup(meta=meta(), group=group)
+        await self.call(policy.SET_GROUP, request)
+        return group_id
+
     async def detach(self, nic_id: str, generation: int = 1) -> Done:
         done: Done = await self.call(
             wire.DETACH_NIC, wire.NicRef(meta=meta(generation), nic_id=nic_id)
@@ -249,6 +277,27 @@ class Node:
         lines = ip("-n", self.sandbox.host, "-br", "link").splitlines()
         return sorted(line.split()[0].partition("@")[0] for line in lines)
 
+    def host_forwarding(self) -> dict[str, str]:
+        """What of the host's settings a network may switch while it is there."""
+
+        def read() -> dict[str, str]:
+            found = {}
+            for version in (4, 6):
+                base = Path(f"/proc/sys/net/ipv{version}/conf")
+                for path in [*base.glob("*/forwarding"), *base.glob("*/accept_redirects")]:
+                    if path.parent.name in ("all", "default", "lo", "wan0"):
+                        found[f"{version} {path.parent.name} {path.name}"] = path.read_text()
+            return found
+
+        return inside(self.sandbox.host, read)
+
+    def host_routes(self) -> list[str]:
+        return sorted(
+            line
+            for family in ("-4", "-6")
+            for line in ip("-n", self.sandbox.host, family, "route").splitlines()
+        )
+
     def host_rules(self) -> str:
         return nft_in(self.sandbox.host, "list ruleset")
 
@@ -269,6 +318,8 @@ class Node:
             "namespaces": self.namespaces(),
             "links": self.host_links(),
             "rules": self.host_rules(),
+            "routes": self.host_routes(),
+            "forwarding": self.host_forwarding(),
             "files": self.run_files(),
             "cgroups": self.cgroups(),
             "workers": [worker.worker_id for worker in self.workers()],
@@ -327,8 +378,14 @@ class Guest:
         ip("-n", self.name, "address", "add", f"{info.address}/{info.prefix_length}", "dev", "eth0")
         ip("-n", self.name, "route", "add", "default", "via", info.gateway)
 
-    def listen(self, port: int) -> socket.socket:
-        return self.run(lambda: _listener(port))
+    def configure6(self, prefix_length: int = 64) -> None:
+        """Take the IPv6 address that nwd gave, as a guest configured by hand would."""
+        cidr = f"{self.info.address6}/{prefix_length}"
+        ip("-n", self.name, "address", "add", cidr, "dev", "eth0", "nodad")
+        ip("-n", self.name, "-6", "route", "replace", "default", "via", self.info.gateway6)
+
+    def listen(self, port: int, family: int = socket.AF_INET) -> socket.socket:
+        return self.run(lambda: _listener(port, family))
 
     def connects(self, address: str, port: int, timeout_s: float = 1.0) -> bool:
         return self.run(lambda: connects(address, port, timeout_s))
@@ -337,10 +394,10 @@ class Guest:
         return self.run(lambda: pings(address))
 
 
-def _listener(port: int) -> socket.socket:
-    listener = socket.socket()
+def _listener(port: int, family: int) -> socket.socket:
+    listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("0.0.0.0", port))
+    listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
     listener.listen()
     return listener
 
@@ -356,6 +413,8 @@ def connects(address: str, port: int, timeout_s: float = 1.0) -> bool:
 
 def pings(address: str, timeout_s: float = 1.0) -> bool:
     """Tell whether an echo request is answered, in this thread's namespace."""
+    if ":" in address:
+        return _pings6(address, timeout_s)
     request = struct.pack("!BBHHH", 8, 0, 0, 7, 1)
     request = request[:2] + struct.pack("!H", checksum(request)) + request[4:]
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as icmp:
@@ -367,6 +426,19 @@ def pings(address: str, timeout_s: float = 1.0) -> bool:
                 if sender[0] == address and reply[20] == 0:
                     return True
         except TimeoutError:
+            return False
+
+
+def _pings6(address: str, timeout_s: float) -> bool:
+    with socket.socket(socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_ICMPV6) as icmp:
+        icmp.settimeout(timeout_s)
+        try:
+            icmp.sendto(struct.pack("!BBHHH", ECHO_REQUEST6, 0, 0, 7, 1), (address, 0))
+            while True:
+                reply, sender = icmp.recvfrom(1500)
+                if sender[0] == address and reply[0] == ECHO_REPLY6:
+                    return True
+        except OSError:  # a timeout, or no way there
             return False
 
 

@@ -54,9 +54,10 @@ async def test_two_tenants_with_the_same_subnet_do_not_meet() -> None:
         one, two = IDS.uid(), IDS.uid()
         await node.ensure(one, tenant="a")
         await node.ensure(two, tenant="b")
-        left = await node.attach(one, address="10.7.0.5", hostname="left")
-        right = await node.attach(two, address="10.7.0.6", hostname="right")
-        twin = await node.attach(two, address="10.7.0.5", hostname="left")
+        groups = [await node.allow_all()]
+        left = await node.attach(one, address="10.7.0.5", hostname="left", security_groups=groups)
+        right = await node.attach(two, address="10.7.0.6", hostname="right", security_groups=groups)
+        twin = await node.attach(two, address="10.7.0.5", hostname="left", security_groups=groups)
         assert left.netns != right.netns
         async with (
             open_guest(node, left) as guest,
@@ -161,7 +162,7 @@ async def test_generations_of_a_nic() -> None:
             await node.attach(network, nic_id, 2, vm_id=vm_id, guest_ports=[80])
         newer = await node.attach(network, nic_id, 3, vm_id=vm_id, guest_ports=[80])
         assert (newer.address, newer.mac) == (first.address, first.mac), "kept for its life"
-        assert "10.7.0.2 . 80" in nft_in(first.netns, "list set inet chv guest_ports")
+        assert "10.7.0.2 . 80" in nft_in(first.netns, "list set inet chv guest_ports4")
         with pytest.raises(Conflict, match="belongs to VM"):
             await node.attach(network, nic_id, 4)
         await node.detach(nic_id, 4)
@@ -240,7 +241,7 @@ async def test_a_bad_network_is_refused_and_nothing_is_made() -> None:
         ({"dns_domain": "a..b"}, None, "spec.dnsDomain"),
         ({"dns_domain": "x/1.2.3.4#y"}, None, ""),
         ({"forwarders": ["127.0.0.53"]}, "cannot be reached", "spec.forwarders[0]"),
-        ({"forwarders": ["1.2.3.400"]}, "not an IPv4", "spec.forwarders[0]"),
+        ({"forwarders": ["1.2.3.400"]}, "not an address", "spec.forwarders[0]"),
     ]
     network = 'uplink_pool = "192.168.0.0/16"\nreserved = ["172.16.0.0/12"]'
     async with open_node(network=network) as node:
