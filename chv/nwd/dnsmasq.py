@@ -6,9 +6,10 @@ the address that it had. Changes of NICs reach it by SIGHUP, which re-reads the 
 not the configuration; nothing watches files, for inotify instances are few. Every value is an
 address, a MAC or a name that has been checked where it enters, and is checked here once more.
 
-With IPv6 leases are written down, not to be read by dnsmasq again, but to tell who has to give
-an address back (`dhcp6_release`). IPv6 addresses are given by DHCPv6 alone: router advertisements say so (managed, no prefix to make
-an address from) and tell gateway, DNS server, search domains and MTU.
+IPv6 addresses are given by DHCPv6 alone: router advertisements say so (managed, no prefix to make
+an address from) and tell gateway, DNS server, search domains and MTU. Leases are then written
+down, not to be read by dnsmasq again, but to tell who has to give an address back, see
+`dhcp6_release`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ from chv.nwd.nft.text import digest
 PROGRAM = "dnsmasq"
 HOSTS, NAMES = "hosts", "names"
 LEASES = "leases"  # of the running process alone: a new one starts with none
-ENTERPRISE = (
-    32473  # for examples (RFC 5612): the identity of a server is of use to its clients only
-)
+ENTERPRISE = 32473  # for examples (RFC 5612): only its own clients see a server's identity
 LOG = "dnsmasq.log"
 LINES_KEPT_MAX = 8192
 # A reverse zone ends at an octet: /12 takes 16 of them, the most there can be is 128.

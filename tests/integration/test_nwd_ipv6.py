@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -128,11 +129,11 @@ async def test_isolated_guests_reach_each_other_through_the_gateway() -> None:
                 assert guest.connects(two.address6, 80)
                 assert not guest.connects(stranger.address6, 80, 0.3), "it is in no group"
             gateway = (await node.network(network)).gateway6
-            macs = dict(
-                (line.split()[0], line.split()[4])
+            macs = {
+                line.split()[0]: line.split()[4]
                 for line in shown_in(guest, "-6", "neigh").splitlines()
                 if "lladdr" in line
-            )
+            }
             assert macs[two.address6] == macs.get(gateway, macs[two.address6])
             assert macs[two.address6] != two.mac, "the gateway answers for it"
 
@@ -160,7 +161,7 @@ async def test_a_guest_that_starts_with_another_identity_gets_the_same_address()
         for duid in (b"", b"\x00\x04" + bytes(range(16)), b"\x00\x04" + bytes(16)):
             async with open_guest(node, nic) as guest:
                 until(lambda: "tentative" not in shown_in(guest, "address"), "link-local")
-                found = guest.run(lambda: lease6("eth0", nic.mac, duid=duid))
+                found = guest.run(partial(lease6, "eth0", nic.mac, duid=duid))
                 assert found[0] == nic.address6
 
 
