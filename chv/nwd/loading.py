@@ -9,6 +9,7 @@ from __future__ import annotations
 from chv.common.errors import Conflict
 from chv.common.failpoint import failpoint_sync
 from chv.nwd import runfiles
+from chv.nwd.kernel import netns, nft_generation
 from chv.nwd.nft.ruleset import Applied
 from chv.nwd.nft.text import Ruleset
 from chv.nwd.parts import Parts
@@ -22,8 +23,20 @@ async def load_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str)
         failpoint_sync(f"nwd.{verb}.rules_loaded")
         runfiles.note_rules(runfiles.prepare(parts.layout, network_id), applied)
 
+    if network_id not in parts.loaded and await _stand(parts, network_id, ruleset):
+        return  # loaded before this process began
     before = parts.loaded.pop(network_id, None)
     loaded = await parts.nft.load(parts.netns_path(network_id), ruleset, before, note)
     if loaded is None:
         raise Conflict("somebody changed nft rules in the same moment", resource=network_id)
     parts.loaded[network_id] = loaded
+
+
+async def _stand(parts: Parts, network_id: str, ruleset: Ruleset) -> bool:
+    """Tell whether these very rules stand, as an earlier process has noted it."""
+    noted = runfiles.applied_rules(parts.layout.network_run(network_id))
+    if noted is None or noted.digest != ruleset.digest:
+        return False
+    path = parts.netns_path(network_id)
+    now = await netns.inside(path, lambda: (netns.inode(path), nft_generation.read()))
+    return (noted.inode, noted.generation) == now
