@@ -6,14 +6,41 @@ point is covered the day it is made.
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import pytest
 
 from chv.common.errors import ChvError
 from chv.common.wire.nwd import NicInfo, Shape
-from tests.integration.nwd_helpers import IDS, Node, leased, needs_nwd, open_node
+from chv.common.wire.nwd_policy import HealthCheck, HealthProtocol
+from chv.nwd.kernel import nft_generation
+from tests.integration.nwd_helpers import (
+    HOST_ADDRESS,
+    IDS,
+    Node,
+    inside,
+    leased,
+    needs_nwd,
+    open_guest,
+    open_node,
+)
+from tests.integration.nwd_objects import (
+    OUT,
+    Stream,
+    delete_exposure,
+    delete_group,
+    echoing,
+    exposure,
+    rule,
+    set_exposure,
+    set_group,
+    word,
+)
 
 SHAPE = Shape(ingress_bps=50_000_000, egress_bps=20_000_000)
 pytestmark = [pytest.mark.root, pytest.mark.slow, needs_nwd]
@@ -56,6 +83,56 @@ class Scene:
 
     async def delete(self) -> None:
         await self.node.delete(self.network)
+
+    # --- groups and exposures; uids of their own follow from the network's
+    @property
+    def group(self) -> str:
+        return f"{self.network[:-1]}{'1' if self.network[-1] == '0' else '0'}"
+
+    @property
+    def exposure(self) -> str:
+        return f"{self.network[:-1]}{'3' if self.network[-1] == '2' else '2'}"
+
+    async def member(self) -> None:
+        await self.ensure()
+        await set_group(self.node, self.group, OUT)
+        await self.node.attach(
+            self.network, self.nic_id, vm_id=self.vm_id, security_groups=[self.group]
+        )
+
+    async def set_group(self) -> None:
+        web = rule("ingress", "tcp", ["80"])
+        await set_group(self.node, self.group, web, OUT, generation=2)
+
+    async def regroup(self) -> None:
+        await self.node.attach(self.network, self.nic_id, 2, vm_id=self.vm_id)
+
+    async def lone_group(self) -> None:
+        await self.ensure()
+        await set_group(self.node, self.group, OUT)
+
+    async def delete_group(self) -> None:
+        await delete_group(self.node, self.group)
+
+    async def expose(self, generation: int = 1, **changes: Any) -> None:
+        fields: dict[str, Any] = {
+            "addresses": [HOST_ADDRESS, "10.7.0.200"],
+            "port": 8080,
+            "target_port": 80,
+            "targets": [self.nic_id],
+        }
+        await set_exposure(self.node, self.network, self.exposure, generation, **(fields | changes))
+
+    async def exposed(self) -> None:
+        await with_nic(self)
+        await self.expose()
+
+    async def set_exposure(self) -> None:
+        """Move it, and take its target out."""
+        await self.expose(2, port=8081, targets=[], drain_s=0.0, addresses=[HOST_ADDRESS])
+
+    async def delete_exposure(self) -> None:
+        await delete_exposure(self.node, self.exposure)
 
 
 Act = Callable[[Scene], Awaitable[object]]
@@ -102,6 +179,17 @@ POINTS_MIN = {
     "detach shaped": 6,
     "ensure answering": 3,
     "ensure silent": 3,
+}
+
+
+# The same for groups and exposures, and the verb of the failpoints.
+POLICY_VERBS: dict[str, tuple[Act, Act, str, int]] = {
+    "set_group": (Scene.member, Scene.set_group, "set_group", 4),
+    "regroup": (Scene.member, Scene.regroup, "attach", 4),
+    "delete_group": (Scene.lone_group, Scene.delete_group, "delete_group", 2),
+    "expose": (with_nic, Scene.expose, "set_exposure", 6),
+    "set_exposure": (Scene.exposed, Scene.set_exposure, "set_exposure", 6),
+    "delete_exposure": (Scene.exposed, Scene.delete_exposure, "delete_exposure", 6),
 }
 
 
@@ -177,6 +265,128 @@ async def test_a_kill_at_each_step_converges_and_leaks_nothing(verb: str) -> Non
             await clear(scene)
             await node.end()
             assert node.snapshot() == baseline, point
+
+
+async def policy_points(node: Node, name: str) -> list[str]:
+    before, act, verb, _ = POLICY_VERBS[name]
+    scene = scene_of(node)
+    await node.start()
+    await before(scene)
+    node.points.write_text("")
+    await act(scene)
+    passed = dict.fromkeys(node.points.read_text().split())
+    await clear_policy(scene)
+    await node.end()
+    return [point for point in passed if point.startswith(f"nwd.{verb}.")]
+
+
+async def clear_policy(scene: Scene) -> None:
+    await delete_exposure(scene.node, scene.exposure, 9)
+    await scene.node.detach(scene.nic_id, 9)
+    await delete_group(scene.node, scene.group, 9)
+    await scene.node.delete(scene.network, 9)
+
+
+def due_in(node: Node) -> list[str]:
+    """What the records still have to do, read past nwd."""
+    found = []
+    path = node.layout.database("nwd")
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        for (doc,) in db.execute("SELECT doc FROM security_groups"):
+            found += msgspec.json.decode(doc)["pending"]
+        for (doc,) in db.execute("SELECT doc FROM exposures"):
+            row = msgspec.json.decode(doc)
+            found += [*row["sweeps"], *row["draining"]]
+        for (doc,) in db.execute("SELECT doc FROM nics"):
+            found += ["unswept"] * msgspec.json.decode(doc)["unswept"]
+    return found
+
+
+def rules_of(scene: Scene) -> list[int]:
+    """The numbers of the last changes of rules: in the network and on the host."""
+    names = (scene.node.layout.netns(scene.network), scene.node.sandbox.host)
+    return [inside(name, nft_generation.read) for name in names]
+
+
+@pytest.mark.parametrize("name", POLICY_VERBS)
+async def test_a_kill_at_each_step_of_groups_and_exposures_converges(name: str) -> None:
+    before, act, _, least = POLICY_VERBS[name]
+    async with open_node(start=False) as node:
+        await node.start()
+        baseline = node.snapshot()
+        await node.end()
+        points = await policy_points(node, name)
+        assert len(points) >= least, points
+        for point in points:
+            scene = scene_of(node)
+            passes = await passes_before(scene, before, point)
+            await node.start(f"{point}={passes}*off->1*kill" if passes else f"{point}=1*kill")
+            await before(scene)
+            with pytest.raises(ChvError):
+                await act(scene)
+            assert await node.ended() == -9, point
+            await node.start()  # the records alone make it good
+            node.forget_log()
+            standing = rules_of(scene)
+            await act(scene)
+            assert node.applied() == [], f"{point}: nothing was left to do"
+            assert rules_of(scene) == standing, f"{point}: the rules stood already"
+            assert due_in(node) == [], point
+            assert all(item.known for item in await node.census()), point
+            await clear_policy(scene)
+            await node.end()
+            assert node.snapshot() == baseline, point
+
+
+async def passes_before(scene: Scene, before: Act, point: str) -> int:
+    """Return how often what comes before passes a point of the same name."""
+    node = scene.node
+    await node.start()
+    node.points.write_text("")
+    await before(scene)
+    passed = node.points.read_text().split().count(point)
+    await clear_policy(scene)
+    await node.end()
+    fresh = scene_of(node)
+    scene.network, scene.nic_id, scene.vm_id = fresh.network, fresh.nic_id, fresh.vm_id
+    return passed
+
+
+@pytest.mark.parametrize("point", ["nwd.health.recorded", "nwd.health.rules_loaded"])
+async def test_a_kill_while_a_target_becomes_healthy_loses_nothing(point: str) -> None:
+    check = HealthCheck(protocol=HealthProtocol.TCP, interval_s=0.2, rise=1, fall=1)
+    async with open_node(start=False) as node:
+        scene = scene_of(node)
+        await node.start(f"{point}=kill")
+        await with_nic(scene)
+        async with open_guest(node, await scene.attach()) as guest:
+            guest.configure()
+            with echoing(guest.name, 80, b"0"):
+                await scene.expose(health=check, addresses=[HOST_ADDRESS])
+                assert await node.ended() == -9
+                await node.start()
+                found = await exposure(node, scene.exposure)
+                assert found.targets[0].state == "healthy", "it was recorded first"
+                assert word(node.sandbox.wan, HOST_ADDRESS, 8080) == b"0"
+
+
+async def test_a_kill_while_a_drain_ends_ends_it_all_the_same() -> None:
+    async with open_node(start=False) as node:
+        scene = scene_of(node)
+        await node.start("nwd.drain.before_sweep=kill")
+        await with_nic(scene)
+        async with open_guest(node, await scene.attach()) as guest:
+            guest.configure()
+            with echoing(guest.name, 80):
+                await scene.expose(addresses=[HOST_ADDRESS])
+                stream = Stream(node.sandbox.wan, HOST_ADDRESS, 8080)
+                assert stream.lives()
+                await scene.expose(2, targets=[], drain_s=0.5, addresses=[HOST_ADDRESS])
+                assert await node.ended() == -9
+                assert stream.lives()
+                await node.start()
+                assert due_in(node) == []
+                assert not stream.lives()
 
 
 async def test_a_kill_at_any_moment_under_load_leaves_records_and_kernel_in_step() -> None:

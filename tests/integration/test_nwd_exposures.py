@@ -339,7 +339,7 @@ async def test_a_restart_in_the_middle_loses_no_stream_and_knows_who_is_healthy(
 
 async def test_udp_that_flowed_before_is_led_to_the_target_and_back_again() -> None:
     async with open_node() as node, open_farm(node, 1) as farm:
-        fields = {"protocol": IpProtocol.UDP, "port": 5353, "target_port": 53}
+        fields: dict[str, Any] = {"protocol": IpProtocol.UDP, "port": 5353, "target_port": 53}
         client = inside(farm.wan, lambda: socket.socket(type=socket.SOCK_DGRAM))
         server = inside(farm.servers[0].name, lambda: socket.socket(type=socket.SOCK_DGRAM))
         with client, server:
