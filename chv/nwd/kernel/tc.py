@@ -140,27 +140,26 @@ def _redirect(ask: socket.socket, index: int) -> int:
 def _targets(body: bytes) -> Iterator[int]:
     """Yield a link or 0 for a filter, nothing for the tables that u32 keeps them in."""
     found = dict(netlink.attributes(body, _TC.size))
-    kind, options = found.get(_KIND, b"").rstrip(b"\0"), found.get(_OPTIONS)
-    if kind != b"u32":
+    options = dict(netlink.attributes(found.get(_OPTIONS, b"")))
+    if found.get(_KIND, b"").rstrip(b"\0") != b"u32":
         yield 0
-        return
-    values = dict(netlink.attributes(options or b""))
-    if options is None or _U32_DIVISOR in values:
-        return
-    selector = values.get(_U32_SELECTOR, b"")
-    is_any = selector[:1] == b"\1" and selector[2:3] == b"\1" and not any(selector[16:32])
-    actions = [dict(netlink.attributes(each)) for _, each in netlink.attributes(
-        values.get(_U32_ACTION, b""))]  # fmt: skip
-    if not is_any or len(actions) != 1:
-        yield 0
-        return
-    inner = dict(netlink.attributes(actions[0].get(_ACTION_OPTIONS, b"")))
-    parameters = inner.get(_MIRRED_PARAMETERS, b"")
+    elif options and _U32_DIVISOR not in options:
+        selector = options.get(_U32_SELECTOR, b"")
+        is_any = selector[:1] == b"\1" and selector[2:3] == b"\1" and not any(selector[16:32])
+        yield _target(options.get(_U32_ACTION, b"")) if is_any else 0
+
+
+def _target(data: bytes) -> int:
+    """Return the link that an action redirects to, 0 where it is not that one action."""
+    actions = [action for _, action in netlink.attributes(data)]
+    if len(actions) != 1:
+        return 0
+    options = dict(netlink.attributes(actions[0])).get(_ACTION_OPTIONS, b"")
+    parameters = dict(netlink.attributes(options)).get(_MIRRED_PARAMETERS, b"")
     if len(parameters) < _MIRRED.size:
-        yield 0
-        return
+        return 0
     *_, action, target = _MIRRED.unpack_from(parameters)
-    yield target if action == _REDIRECT else 0
+    return int(target) if action == _REDIRECT else 0
 
 
 # --- changing
