@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Network, IPv6Network
 
 from chv.common.config import Config
@@ -15,6 +16,7 @@ from chv.common.wire.nwd import L2Mode, Topology, UplinkMode
 from chv.nwd import addresses, dnsmasq, metadata
 from chv.nwd import settings as kernel_settings
 from chv.nwd.dnsmasq import DnsName, DnsNetwork, DnsNic
+from chv.nwd.kept import Kept
 from chv.nwd.nft import rules
 from chv.nwd.nft.model import MASQUERADE, NetworkRules
 from chv.nwd.nft.text import Ruleset, digest
@@ -28,6 +30,7 @@ from chv.nwd.topology import routed
 UPLINK_PREFIX, UPLINK_PREFIX6 = 31, 127
 # A link without a link-local address cannot ask for neighbours; these are ours to give.
 LINK_LOCAL, LINK_LOCAL_INNER = "fe80::1/64", "fe80::2/64"
+_TAPS: Kept[WantedLink] = Kept()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,10 @@ def draw(
         host_name=layout.uplink(network.network_id),
         default_gateways=_default_gateways(settings, network),
         host_routes=_host_routes(settings, network),
-        taps=tuple(_tap(layout, network, nic) for nic in nics),
+        taps=tuple(
+            _TAPS.get(nic.nic_id, (nic, network, layout), partial(_tap, layout, network, nic))
+            for nic in nics
+        ),
         rules=ruleset.digest,
         files=dnsmasq.files_digest(files),
         configuration=digest(configuration),

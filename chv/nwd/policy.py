@@ -12,6 +12,7 @@ from ipaddress import ip_address, ip_network
 
 from chv.common.layout import Layout
 from chv.common.wire.nwd_policy import Exposure, HealthProtocol, SecurityRule
+from chv.nwd.kept import Kept
 from chv.nwd.nft.model import Backend, Exposed, Group, NicRules, Rule
 from chv.nwd.records import ExposureRow, GroupRow, Nic, Records, Wanted
 
@@ -29,6 +30,7 @@ class Policy:
 
 
 NOTHING = Policy()
+_KEPT: Kept[NicRules] = Kept()
 
 
 def policy_of(
@@ -49,6 +51,10 @@ def policy_of(
 
 def nic_rules(layout: Layout, nic: Nic) -> NicRules:
     """Return what the rules need to know of a NIC."""
+    return _KEPT.get(nic.nic_id, (nic, layout), lambda: _nic_rules(layout, nic))
+
+
+def _nic_rules(layout: Layout, nic: Nic) -> NicRules:
     return NicRules(
         nic_id=nic.nic_id,
         tap=layout.tap(nic.nic_id),

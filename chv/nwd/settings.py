@@ -24,6 +24,9 @@ _ALWAYS = {
     "net.ipv4.conf.all.rp_filter": "0",
     "net.ipv4.conf.default.rp_filter": "0",
     "net.ipv4.conf.all.proxy_arp": "0",
+    # A stream whose tracking was ended must not be taken up again in its middle: a packet of the
+    # side that may open connections would then let the other side's in as answers.
+    "net.netfilter.nf_conntrack_tcp_loose": "0",
     "net.bridge.bridge-nf-call-iptables": "0",
     "net.bridge.bridge-nf-call-ip6tables": "0",
     "net.bridge.bridge-nf-call-arptables": "0",
