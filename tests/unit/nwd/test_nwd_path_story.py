@@ -75,9 +75,9 @@ def scene(packet: Packet = PACKET, *, own: Nic = ONE, **fields: Any) -> Scene:
     )
 
 
-def event(chain: str, verdict: str = "continue", **fields: Any) -> Event:
-    fields = {"family": "ip", "table": "chv", "kind": Kind.RULE, "handle": 1} | fields
-    return Event(trace_id=1, chain=chain, verdict=verdict, **fields)
+def event(chain: str, verdict: str = "continue", **changes: Any) -> Event:
+    fields: dict[str, Any] = {"family": "ip", "table": "chv", "kind": Kind.RULE, "handle": 1}
+    return Event(trace_id=1, chain=chain, verdict=verdict, **(fields | changes))
 
 
 SPOOF_OK = event("prerouting", "accept", family="bridge")
