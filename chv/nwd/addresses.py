@@ -7,6 +7,7 @@ for is checked in `topology`.
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Collection, Sequence, Set
 from ipaddress import (
     IPv4Address,
@@ -107,9 +108,9 @@ def allocate(
     taken = {str(gateway), *used}
     avoided = taken | set(released)
     # At most one candidate more than there are addresses to avoid, however large the subnet.
-    hosts = subnet.num_addresses - 2
-    for offset in range(1, min(hosts, len(avoided) + 1) + 1):
-        candidate = str(subnet.network_address + offset)
+    hosts, base = subnet.num_addresses - 2, int(subnet.network_address)
+    for number in range(base + 1, base + min(hosts, len(avoided) + 1) + 1):
+        candidate = socket.inet_ntoa(number.to_bytes(4, "big"))  # a tenth of what str() takes
         if candidate not in avoided:
             return candidate
     for candidate in released:

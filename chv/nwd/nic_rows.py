@@ -6,7 +6,7 @@ life. Errors name the field of the request.
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv4Network, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 
 from chv.common.errors import (
     AlreadyExists,
@@ -23,6 +23,7 @@ from chv.common.names import check_name
 from chv.common.wire.nwd import AttachVmNic
 from chv.nwd import addresses
 from chv.nwd.kernel.errors import BRIDGE_PORTS_MAX
+from chv.nwd.members import Members
 from chv.nwd.records import Network, Nic, Records, Wanted
 
 
@@ -38,19 +39,17 @@ class NicRows:
         """Return the record that a request leads to."""
         if old is not None:
             _refuse_change(request, old)
-        others = [
-            nic for nic in self._records.nics_of(network.network_id) if nic.nic_id != request.nic_id
-        ]
-        self._refuse_duplicates(request, others)
+        members = self._records.members(network.network_id)
+        self._refuse_duplicates(request, members)
         groups = self._groups(request, network)
-        address = self._address(request, old, network, others)
+        address = self._address(request, old, network)
         return Nic(
             nic_id=request.nic_id,
             network_id=request.network_id,
             vm_id=request.vm_id,
             generation=request.meta.generation,
             hostname=check_name(request.hostname, field="hostname"),
-            mac=_mac(request, old, network, others),
+            mac=_mac(request, old, network, members),
             address=address,
             owner_uid=request.owner_uid,
             guest_ports=sorted(set(request.guest_ports)),
@@ -68,28 +67,29 @@ class NicRows:
             unswept=old is not None and (old.unswept or old.groups != groups),
         )
 
-    def _refuse_duplicates(self, request: AttachVmNic, others: list[Nic]) -> None:
-        if len(others) >= BRIDGE_PORTS_MAX:
+    def _refuse_duplicates(self, request: AttachVmNic, members: Members) -> None:
+        others = len(members.nics) - (request.nic_id in members.nics)
+        if others >= BRIDGE_PORTS_MAX:
             raise ResourceExhausted(
-                f"the network has {len(others)} NICs, and a bridge takes {BRIDGE_PORTS_MAX}",
+                f"the network has {others} NICs, and a bridge takes {BRIDGE_PORTS_MAX}",
                 resource=request.network_id,
                 hint="put the NIC on another network",
             )
-        name = self._layout.tap(request.nic_id)
-        for nic in others:
+        for nic in members.named(request.hostname):
             # Two NICs of one VM may share its name: DNS then answers with both addresses.
-            if nic.hostname == request.hostname and nic.vm_id != request.vm_id:
+            if nic.nic_id != request.nic_id and nic.vm_id != request.vm_id:
                 raise AlreadyExists(
                     f"the name {request.hostname!r} belongs to NIC {nic.nic_id}",
                     field="hostname",
                     resource=nic.nic_id,
                 )
-            if self._layout.tap(nic.nic_id) == name:
-                raise AlreadyExists(
-                    f"tap {name} belongs to NIC {nic.nic_id}",
-                    field="nic_id",
-                    resource=nic.nic_id,
-                )
+        owner = members.with_tap_of(request.nic_id)
+        if owner not in (None, request.nic_id):
+            raise AlreadyExists(
+                f"tap {self._layout.tap(request.nic_id)} belongs to NIC {owner}",
+                field="nic_id",
+                resource=owner,
+            )
 
     def _groups(self, request: AttachVmNic, network: Network) -> list[str]:
         """Return the groups, each once; they are of the network's tenant."""
@@ -109,18 +109,16 @@ class NicRows:
                 )
         return sorted(set(request.security_groups))
 
-    def _address(
-        self, request: AttachVmNic, old: Nic | None, network: Network, others: list[Nic]
-    ) -> str:
+    def _address(self, request: AttachVmNic, old: Nic | None, network: Network) -> str:
         subnet = IPv4Network(network.topology.subnet)
         gateway = IPv4Address(network.topology.gateway)
-        owners = {nic.address: nic.nic_id for nic in others}
+        owners = self._others_with(request.address, request)
         if request.address:
             self._refuse_exposed(request.address, "address", network.network_id)
             return addresses.check_address(request.address, subnet, gateway, owners)
         if old is not None and not old.asked_address:
             return old.address
-        used = {*owners, *self._exposed(network.network_id)}
+        used = self._used(old, network.network_id)
         return addresses.allocate(subnet, gateway, used, self._records.released(network.network_id))
 
     def _address6(
@@ -136,20 +134,33 @@ class NicRows:
                 )
             return ""
         subnet = IPv6Network(text)
-        owners = {
-            nic.address6: nic.nic_id
-            for nic in self._records.nics_of(network.network_id)
-            if nic.address6 and nic.nic_id != request.nic_id
-        }
+        owners = self._others_with(request.address6, request)
         if request.address6:
             self._refuse_exposed(request.address6, "address6", network.network_id)
             return addresses.check_address6(request.address6, subnet, owners)
         if old is not None and old.address6 and not old.asked_address6:
             return old.address6
-        used = {*owners, *self._exposed(network.network_id)}
+        used = self._used(old, network.network_id)
         number = int(IPv4Address(address)) - int(IPv4Network(network.topology.subnet)[0])
         released = self._records.released6(network.network_id)
         return addresses.allocate6(subnet, number, used, released)
+
+    def _others_with(self, address: str, request: AttachVmNic) -> dict[str, str]:
+        """Return the other NIC that has an address, however it is written."""
+        owners = self._records.members(request.network_id).owners
+        texts = {address, _usual(address)}
+        return {
+            text: owners[text]
+            for text in texts
+            if text in owners and owners[text] != request.nic_id
+        }
+
+    def _used(self, old: Nic | None, network_id: str) -> set[str]:
+        """Return the addresses of either family that a NIC cannot be given."""
+        used = set(self._records.members(network_id).owners)
+        if old is not None:
+            used.difference_update(old.addresses)
+        return used.union(self._exposed(network_id))
 
     def _exposed(self, network_id: str) -> dict[str, str]:
         """Return addresses that exposures of the network have, and whose they are."""
@@ -200,18 +211,24 @@ def _known(old: Nic) -> tuple[object, ...]:
     )
 
 
-def _mac(request: AttachVmNic, old: Nic | None, network: Network, others: list[Nic]) -> str:
+def _usual(address: str) -> str:
+    """Return an address as it is always written; what is none comes back as it is."""
+    try:
+        return str(ip_address(address))
+    except ValueError:
+        return address
+
+
+def _mac(request: AttachVmNic, old: Nic | None, network: Network, members: Members) -> str:
     if request.mac:
         mac = addresses.check_nic_mac(request.mac, addresses.mac_of(network.network_id))
     elif old is not None and not old.asked_mac:
         mac = old.mac
     else:
         mac = addresses.mac_of(request.nic_id)
-    for nic in others:
-        if nic.mac == mac:
-            raise AlreadyExists(
-                f"{mac} belongs to NIC {nic.nic_id}", field="mac", resource=nic.nic_id
-            )
+    owner = members.macs.get(mac)
+    if owner not in (None, request.nic_id):
+        raise AlreadyExists(f"{mac} belongs to NIC {owner}", field="mac", resource=owner)
     return mac
 
 

@@ -17,6 +17,7 @@ from chv.common.process import WorkerRecord
 from chv.common.store import Connection, Store
 from chv.common.wire.nwd import Shape, Topology, VmMetadata
 from chv.common.wire.nwd_policy import Existing, Exposure, IpProtocol, SecurityGroup
+from chv.nwd.members import Members
 
 TOMBSTONES_MAX = 20_000
 RELEASED_MAX = 8192  # per network, both families; beyond it the oldest counts as never used
@@ -185,7 +186,8 @@ class Records:
         self.groups: dict[str, GroupRow] = {}
         self.exposures: dict[str, ExposureRow] = {}
         self.tombstones: dict[str, int] = {}
-        self._released: dict[str, list[str]] = {}
+        self._released: dict[str, dict[str, None]] = {}
+        self._members: dict[str, Members] = {}
 
     @classmethod
     async def load(cls, store: Store) -> Records:
@@ -197,18 +199,28 @@ class Records:
         groups = await store.read(lambda db: _documents(db, "security_groups", GroupRow))
         exposures = await store.read(lambda db: _documents(db, "exposures", ExposureRow))
         records.networks = {row.network_id: row for row in networks}
-        records.nics = {row.nic_id: row for row in nics}
+        for row in nics:
+            records._remember(row)
         records.workers = {row.network_id: row for row in workers}
         records.groups = {row.group.group_id: row for row in groups}
         records.exposures = {row.exposure.exposure_id: row for row in exposures}
         records.tombstones = dict(await store.read(_tombstones))
         for network_id, address in await store.read(_released):
-            records._released.setdefault(network_id, []).append(address)
+            records._released.setdefault(network_id, {})[address] = None
         return records
 
     def nics_of(self, network_id: str) -> list[Nic]:
         """Return the NICs of a network, those on their way out included."""
-        return [row for row in self.nics.values() if row.network_id == network_id]
+        return list(self.members(network_id).nics.values())
+
+    def members(self, network_id: str) -> Members:
+        """Return who has what in a network, of NICs on their way out as well."""
+        found = self._members.get(network_id)
+        return found if found is not None else Members()
+
+    def _remember(self, row: Nic) -> None:
+        self.nics[row.nic_id] = row
+        self._members.setdefault(row.network_id, Members()).put(row)
 
     def exposures_of(self, network_id: str) -> list[ExposureRow]:
         """Return the exposures of a network, those on their way out included."""
@@ -248,11 +260,10 @@ class Records:
             (sql, (*where, _encode(row))),
             *((free, (row.network_id, address)) for address in row.addresses),
         )
-        self.nics[row.nic_id] = row
-        released = self._released.get(row.network_id, [])
+        self._remember(row)
+        released = self._released.get(row.network_id, {})
         for address in row.addresses:
-            if address in released:
-                released.remove(address)
+            released.pop(address, None)
 
     async def put_group(self, row: GroupRow) -> None:
         """Add or replace."""
@@ -308,9 +319,13 @@ class Records:
             *_bury(row.nic_id, row.generation),
         )
         self.nics.pop(row.nic_id, None)
-        released = self._released.setdefault(row.network_id, [])
-        released.extend(row.addresses)
-        del released[:-RELEASED_MAX]
+        self.members(row.network_id).drop(row.nic_id)
+        released = self._released.setdefault(row.network_id, {})
+        for address in row.addresses:
+            released.pop(address, None)
+            released[address] = None
+        while len(released) > RELEASED_MAX:
+            del released[next(iter(released))]
         self.tombstones[row.nic_id] = row.generation
 
     async def drop_network(self, row: Network) -> None:
@@ -324,6 +339,7 @@ class Records:
         self.networks.pop(row.network_id, None)
         self.workers.pop(row.network_id, None)
         self._released.pop(row.network_id, None)
+        self._members.pop(row.network_id, None)
         self.tombstones[row.network_id] = row.generation
 
     async def bury(self, uid: str, generation: int) -> None:
