@@ -42,6 +42,7 @@ from chv.nwd.kernel import (
     packets,
     route_lookup,
 )
+from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.packets import Packet
 from chv.nwd.nft import text
 from chv.nwd.nft.ruleset import Applied
@@ -95,6 +96,8 @@ class Explainer:
         """See the wire."""
         nic = attached(self._parts, request.nic_id)
         packet = self._packet(nic, request)
+        if packet.destination in nic.addresses:
+            return path_story.to_itself(packet)
         async with self._keeper.locks.hold(nic.network_id):
             nic = attached(self._parts, request.nic_id)
             await self._keeper.converge(nic.network_id, VERB)
@@ -197,7 +200,8 @@ class Explainer:
                 if watch is not None:
                     eyes.start_soon(watch.trace, changed)
                     eyes.start_soon(watch.sight, changed)
-            sender.send(frame)
+            with translated("sending the packet"):
+                sender.send(frame)
             with anyio.move_on_after(SEEN_WITHIN_S):
                 await settled.wait()
             await anyio.sleep(GRACE_S)

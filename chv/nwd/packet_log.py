@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from chv.common import logs
 from chv.common.clock import timestamp
@@ -24,7 +24,7 @@ from chv.common.wire.nwd_policy import Direction, GetNetworkLog, LogEntry, Netwo
 from chv.nwd.kernel import netns, nflog, packets
 from chv.nwd.nft import log_prefix
 from chv.nwd.parts import Parts
-from chv.nwd.records import Nic, Records
+from chv.nwd.records import Records
 
 log = logs.get(__name__)
 ENTRIES_MAX = 4096  # per network
@@ -108,18 +108,11 @@ class PacketLogs:
         records = self._parts.records
         for network_id in set(self._rings) - set(records.networks):
             del self._rings[network_id]
-        wanted = {
-            row.network_id for row in records.networks.values() if self._is_wanted(row.network_id)
-        }
+        wanted = {uid for uid in telling(records) if self._parts.is_due(records.networks[uid])}
         for network_id in set(self._readers) - wanted:
             self._readers.pop(network_id)[1].cancel()
         for network_id in wanted:
             await self._listen(network_id, readers)
-
-    def _is_wanted(self, network_id: str) -> bool:
-        return self._parts.is_due(self._parts.records.networks[network_id]) and is_telling(
-            self._parts.records, self._parts.nics_due(network_id)
-        )
 
     async def _listen(self, network_id: str, readers: anyio.abc.TaskGroup) -> None:
         """Open the socket; another namespace under the same name needs another one."""
@@ -152,14 +145,20 @@ class PacketLogs:
                     entry = entry_of(logged, network_id, self._parts.records)
                     if entry is not None:
                         ring.add(entry)
-                await anyio.sleep(0)  # a flood of one tenant does not hold up the others
+                await anyio.lowlevel.checkpoint()  # a flood of one does not hold up others
 
 
-def is_telling(records: Records, nics: Iterable[Nic]) -> bool:
-    """Tell whether any group of these NICs logs anything."""
-    groups = {uid for nic in nics for uid in nic.groups}
-    rows = [row for uid in groups if (row := records.groups.get(uid)) is not None]
-    return any(row.group.log_dropped or any(rule.log for rule in row.group.rules) for row in rows)
+def telling(records: Records) -> set[str]:
+    """Return the networks with a NIC in a group that logs anything."""
+    groups = {
+        uid
+        for uid, row in records.groups.items()
+        if row.group.log_dropped or any(rule.log for rule in row.group.rules)
+    }
+    if not groups:
+        return set()
+    nics = records.nics.values()
+    return {nic.network_id for nic in nics if not groups.isdisjoint(nic.groups)}
 
 
 def entry_of(logged: nflog.Logged, network_id: str, records: Records) -> LogEntry | None:

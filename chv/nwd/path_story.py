@@ -21,6 +21,7 @@ from chv.nwd.records import Nic
 DELIVERED, FORWARDED, DROPPED, UNKNOWN = "delivered", "forwarded", "dropped", "unknown"
 DECIDED_CHARACTERS_MAX = 256
 FORWARD, INPUT, POSTROUTING = "forward", "input", "postrouting"
+BRIDGED = "the network is open: between its guests no security group is asked"
 EXPOSURE_CHAINS = "e_"
 TEMPORARY = "chvx"  # so begin the tables that switch tracing on
 RuleKey = tuple[str, str, int]  # table, chain, handle
@@ -129,6 +130,12 @@ def tell(scene: Scene, trail: Trail, host: Trail | None, route: str) -> PathRepl
     return _passed(scene, (trail, host), steps, (final, route))
 
 
+def to_itself(packet: Packet) -> PathReply:
+    """Return the answer for a packet that no guest sends out."""
+    step = PathStep(place="guest", what=f"{packet.destination} is its own address")
+    return _answer(DELIVERED, "the address is the guest's own: nothing leaves it", [step])
+
+
 def _answer(verdict: str, decided_by: str, steps: list[PathStep]) -> PathReply:
     return PathReply(verdict=verdict, decided_by=decided_by[:DECIDED_CHARACTERS_MAX], steps=steps)
 
@@ -223,7 +230,9 @@ def _passed(
     if left.link != scene.uplink:
         nic = scene.taps[left.link]
         steps.append(PathStep(place="tap", what=f"handed to {nic.hostname}", detail=left.link))
-        return _answer(DELIVERED, _allowed(scene, final, nic), steps)
+        is_bridged = all(event.family == "bridge" for _, event in trail.passes())
+        why = BRIDGED if is_bridged else _allowed(scene, final, nic)
+        return _answer(DELIVERED, why, steps)
     steps.append(PathStep(place="uplink", what="leaves the network", detail=left.link))
     allowed = _allowed(scene, final, None)
     return _on_host(scene, host, left.packet, (steps, allowed))

@@ -101,6 +101,8 @@ async def test_the_gateway_and_an_absent_guest_are_told_apart() -> None:
         async with open_wire(node, nic.nic_id):
             dns = await explain(node, nic.nic_id, nic.gateway, protocol="udp", port=53)
             assert dns.verdict == "delivered", dns
+            itself = await explain(node, nic.nic_id, nic.address)
+            assert "guest's own" in itself.decided_by
             other = await explain(node, nic.nic_id, nic.gateway, port=8080)
             assert other.verdict == "dropped"
             assert "the gateway takes DHCP, DNS" in other.decided_by

@@ -197,6 +197,28 @@ async def test_allowed_and_dropped_packets_are_logged() -> None:
         assert newest.lost == 0
 
 
+async def test_a_log_goes_on_after_a_kill_and_a_reader_of_before_misses_nothing() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        web = await set_group(node, "web", [rule("ingress", ports=["80"])], log_dropped=True)
+        one = await node.attach(network, hostname="one")
+        two = await node.attach(network, hostname="two", security_groups=[web])
+        async with open_guest(node, one) as guest:
+            guest.configure()
+            await _until_listening(node, network)
+            assert not await connects(guest, two.address, 81)
+            assert await entries_of(node, network, 1)
+            before = await log_of(node, network)
+            await node.end()
+            await node.start()
+            await _until_listening(node, network)
+            assert not await connects(guest, two.address, 82)
+            assert await entries_of(node, network, 1)
+            after = await log_of(node, network, after=before.next)
+        assert {each.destination_port for each in after.entries} == {82}
+
+
 async def _until_listening(node: Node, network: str) -> None:
     """Wait until nwd listens: what is told before is for nobody."""
     name = node.layout.netns(network)

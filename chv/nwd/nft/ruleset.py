@@ -11,11 +11,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, MutableSequence, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import anyio
 import anyio.to_thread
 import msgspec
 from nftables import Nftables
@@ -75,7 +76,7 @@ class Nft:
 
         `note` is called with what stands now, in the thread that loaded it.
         """
-        return await anyio.to_thread.run_sync(self._load, path, wanted, before, note)
+        return await anyio.to_thread.run_sync(self.load_now, path, wanted, before, note)
 
     async def remove(self, path: str, ruleset: Ruleset) -> None:
         """Remove our tables."""
@@ -109,8 +110,12 @@ class Nft:
         try:
             yield
         finally:
-            with self._lock:
-                held.clear()  # the last reference: the library closes its socket
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._let_go, held)
+
+    def _let_go(self, held: MutableSequence[Nftables]) -> None:
+        with self._lock:
+            held.clear()  # the last reference: the library closes its socket
 
     def _hold(self, path: str, text: str) -> Nftables:
         with self._lock:
@@ -146,13 +151,14 @@ class Nft:
             if context is not None:
                 context.close()
 
-    def _load(
+    def load_now(
         self,
         path: str,
         wanted: Ruleset,
         before: Loaded | None,
         note: Callable[[Applied], None],
     ) -> Loaded | None:
+        """Do the same in this thread."""
         with self._lock:
             context = self._context(path)
             generation = nft_generation.read_from(context.generations)

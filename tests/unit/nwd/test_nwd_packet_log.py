@@ -17,7 +17,7 @@ from chv.common.wire.nwd_policy import (
 )
 from chv.nwd.kernel import nflog, packets
 from chv.nwd.kernel.packets import Packet
-from chv.nwd.packet_log import ENTRIES_MAX, Ring, entry_of, is_telling
+from chv.nwd.packet_log import ENTRIES_MAX, Ring, entry_of, telling
 from chv.nwd.records import Records
 
 NETWORK = "6f1b2c3d-0000-4000-8000-000000000001"
@@ -94,11 +94,15 @@ def records(*rules: SecurityRule, log_dropped: bool = False) -> Records:
     group = SecurityGroup(
         group_id=GROUP, name="web", tenant="t", rules=list(rules), log_dropped=log_dropped
     )
-    nic = SimpleNamespace(nic_id=NIC, addresses=("10.7.0.2", "fd07::2"), groups=[GROUP])
+    nic = SimpleNamespace(
+        nic_id=NIC, network_id=NETWORK, addresses=("10.7.0.2", "fd07::2"), groups=[GROUP]
+    )
     return cast(
         Records,
         SimpleNamespace(
-            groups={GROUP: SimpleNamespace(group=group)}, nics_of=lambda _: [nic], nic=nic
+            groups={GROUP: SimpleNamespace(group=group)},
+            nics={NIC: nic},
+            nics_of=lambda _: [nic],
         ),
     )
 
@@ -161,4 +165,4 @@ def test_only_networks_with_something_to_tell_are_listened_to(
     rules: list[SecurityRule], log_dropped: bool, told: bool
 ) -> None:
     found = records(*rules, log_dropped=log_dropped)
-    assert is_telling(found, found.nics_of("")) is told
+    assert telling(found) == ({NETWORK} if told else set())

@@ -140,6 +140,12 @@ def test_delivery_names_what_allows_at_both_ends() -> None:
     )
 
 
+def test_between_guests_of_an_open_network_no_group_is_named() -> None:
+    seen = trail(SPOOF_OK, seen=(leaves("tap2", EAST),))
+    found = path_story.tell(scene(EAST), seen, None, "dev br0")
+    assert (found.verdict, found.decided_by) == ("delivered", path_story.BRIDGED)
+
+
 def test_members_of_a_group_are_its_rules_peers() -> None:
     own, peer = nic("one", "10.7.0.2", WEB), nic("two", "10.7.0.3", WEB)
     rows = {WEB: row(allow(Direction.INGRESS, cidrs=[], groups=[WEB]))}
