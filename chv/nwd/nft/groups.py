@@ -25,8 +25,8 @@ PROFILES = (SetKey(*TABLE, "profiles4"), SetKey(*TABLE, "profiles6"))
 WAYS = {Direction.INGRESS: "in", Direction.EGRESS: "out"}
 GROUPS_KEPT_MAX = 1024
 _PROFILE_NUMBER_BITS = 31
-_COUNTED = "flags dynamic; size 65536;"
-_RATED = "flags dynamic,timeout; timeout 1m; size 65536;"
+_COUNTED = f"flags dynamic; size {text.DYNAMIC_MAX};"
+_RATED = f"flags dynamic,timeout; timeout 1m; size {text.DYNAMIC_MAX};"
 _LOGGED = "limit rate 10/second burst 20 packets"
 _ALL = {False: "0.0.0.0/0", True: "::/0"}
 
@@ -86,9 +86,11 @@ def add(into: Dynamic, network: NetworkRules, numbers: dict[Profile, int]) -> No
     known = {group.group_id: group for group in network.groups}
     for group_id in sorted(_named(network, numbers)):
         group = known.get(group_id, Group(group_id))
-        sets, chains = _group(group)
-        into.sets.update(sets)
-        into.chains.update(chains)
+        own = _group(group)
+        into.sets.update(own.sets)
+        into.chains.update(own.chains)
+        for key, values in own.elements.items():
+            into.elements.setdefault(key, set()).update(values)
     for profile, value in numbers.items():
         _add_profile(into, [known.get(each, Group(each)) for each in profile], value)
     for limit in sorted({nic.connections_max for nic in network.nics} - {0}):
@@ -140,25 +142,28 @@ def _told(group_id: str, index: int | None, direction: Direction) -> str:
 
 
 @lru_cache(GROUPS_KEPT_MAX)
-def _group(group: Group) -> tuple[dict[SetKey, str], dict[ChainKey, tuple[str, ...]]]:
-    """Return sets and chains of a group; what did not change comes from memory."""
+def _group(group: Group) -> Dynamic:
+    """Return what a group adds; what did not change comes from memory."""
     identity = text.uid(group.group_id)
-    sets = {
-        _members(group.group_id, six=six): f"type {kind};"
-        for six, kind in ((False, "ipv4_addr"), (True, "ipv6_addr"))
-    }
+    found = Dynamic()
+    for six, kind in ((False, "ipv4_addr"), (True, "ipv6_addr")):
+        found.sets[_members(group.group_id, six=six)] = f"type {kind};"
     lines: dict[str, list[str]] = {"in": [], "out": []}
-    chains: dict[ChainKey, tuple[str, ...]] = {}
     for index, rule in enumerate(group.rules):
         way, verdict = WAYS[rule.direction], "accept"
         if rule.rate or rule.connections_max or rule.log:
             verdict = f"jump g_{identity}_{way}_{index}"
             own_sets, actions = _actions(group.group_id, index, rule)
-            sets |= own_sets
-            chains[_chain(f"g_{identity}_{way}_{index}")] = actions
-        lines[way] += [f"{match} {verdict}".lstrip() for match in _matches(rule)]
-    chains |= {_chain(f"g_{identity}_{way}"): tuple(each) for way, each in lines.items()}
-    return sets, chains
+            found.sets.update(own_sets)
+            found.chains[_chain(f"g_{identity}_{way}_{index}")] = actions
+        ports = _ports(rule)
+        if len(ports) > 1:
+            key = _port_set(ports)
+            found.sets[key] = "type inet_service; flags interval;"
+            found.elements[key] = set(ports)
+        lines[way] += [f"{match} {verdict}".lstrip() for match in _matches(rule, ports)]
+    found.chains |= {_chain(f"g_{identity}_{way}"): tuple(each) for way, each in lines.items()}
+    return found
 
 
 def _actions(group_id: str, index: int, rule: Rule) -> tuple[dict[SetKey, str], tuple[str, ...]]:
@@ -186,11 +191,11 @@ def _actions(group_id: str, index: int, rule: Rule) -> tuple[dict[SetKey, str], 
     return sets, (*lines, "accept")
 
 
-def _matches(rule: Rule) -> Iterator[str]:
+def _matches(rule: Rule, ports: Sequence[str]) -> Iterator[str]:
     """Return a condition for each way to meet a rule: by family, by subnet or member."""
     end = "saddr" if rule.direction is Direction.INGRESS else "daddr"
     for six, ip in ((False, "ip"), (True, "ip6")):
-        what = _protocol(rule, six=six)
+        what = _protocol(rule, ports, six=six)
         if what is None:
             continue
         cidrs = text.collapsed(rule.cidrs, v6=six)
@@ -202,30 +207,31 @@ def _matches(rule: Rule) -> Iterator[str]:
             yield f"{ip} {end} @{_members(group_id, six=six).name} {what}".rstrip()
 
 
-def _protocol(rule: Rule, *, six: bool) -> str | None:
+def _protocol(rule: Rule, ports: Sequence[str], *, six: bool) -> str | None:
     """Return the condition of protocol and ports; None where the family has no such thing."""
     match rule.protocol:
         case IpProtocol.ANY:
-            found: str | None = ""
+            return ""
         case IpProtocol.ICMP:
-            found = None if six else "meta l4proto icmp"
+            return None if six else "meta l4proto icmp"
         case IpProtocol.ICMPV6:
-            found = "meta l4proto ipv6-icmp" if six else None
+            return "meta l4proto ipv6-icmp" if six else None
         case IpProtocol.TCP | IpProtocol.UDP:
             protocol = rule.protocol.value
-            ports = _ports(rule.ports)
-            return f"{protocol} dport {ports}" if ports else f"meta l4proto {protocol}"
+            if not ports:
+                return f"meta l4proto {protocol}"
+            asked = ports[0] if len(ports) == 1 else f"@{_port_set(ports).name}"
+            return f"{protocol} dport {asked}"
         case _:
             raise ValueError(f"{rule.protocol!r} is not a protocol of rules")
-    if rule.ports:
+
+
+def _ports(rule: Rule) -> tuple[str, ...]:
+    """Return ports as nft takes them: in order, none twice."""
+    if rule.ports and rule.protocol not in (IpProtocol.TCP, IpProtocol.UDP):
         raise ValueError(f"{rule.protocol} has no ports")
-    return found
-
-
-def _ports(ranges: Sequence[tuple[int, int]]) -> str:
-    """Return ports as nft takes them: in order, and none twice."""
     merged: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
+    for first, last in sorted(rule.ports):
         text.port(first), text.port(last)
         if last < first:
             raise ValueError(f"{first}-{last} is not a range of ports")
@@ -233,7 +239,15 @@ def _ports(ranges: Sequence[tuple[int, int]]) -> str:
             merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
             merged.append((first, last))
-    return text.any_of(port_range(each) for each in merged) if merged else ""
+    return tuple(port_range(each) for each in merged)
+
+
+def _port_set(ports: Sequence[str]) -> SetKey:
+    """Return the set of these ports, which all rules with them share.
+
+    One within a rule would be a map of every possible port to the kernel, 32 KiB a time.
+    """
+    return SetKey(*TABLE, f"q_{text.digest(' '.join(ports))}")
 
 
 def port_range(ports: tuple[int, int]) -> str:

@@ -30,8 +30,7 @@ REASONS = (
     "rogue_ra",
     "unknown_protocol",
 )
-# More than ports of a bridge; what nothing was counted for in so long is forgotten.
-_COUNTED_MAX = 4096
+# What nothing was counted for in so long is forgotten.
 _COUNTED_FOR = "7d"
 _SOLICITED = "{ nd-neighbor-solicit, mld-listener-report, mld2-listener-report }"
 
@@ -59,7 +58,7 @@ def table(*, v6: bool) -> str:
 def _counted(reason: str) -> str:
     """A set that is full must not let a packet through: counting and dropping are two rules."""
     return f""" set {reason} {{
-  type ifname; flags dynamic,timeout; timeout {_COUNTED_FOR}; size {_COUNTED_MAX};
+  type ifname; flags dynamic,timeout; timeout {_COUNTED_FOR}; size {text.DYNAMIC_MAX};
  }}
  chain drop_{reason} {{
   update @{reason} {{ iifname counter }}

@@ -29,6 +29,9 @@ _NUMBER_MAX = 2**31 - 1
 _COMMENT = re.compile(r"^[a-z0-9:-]{1,120}\Z")
 _DIGEST_BITS = 128
 DIGEST_CHARACTERS = 16
+# Elements of a set that packets fill. The kernel takes memory for all of them at once when it
+# has up to 65,535 (64 KiB for 4,096, a MiB for 65,535), and as they come when it has this many.
+DYNAMIC_MAX = 65536
 
 
 @dataclass(frozen=True, slots=True)

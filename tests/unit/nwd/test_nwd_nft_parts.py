@@ -153,9 +153,20 @@ def test_exposures_are_of_tcp_or_udp(protocol: IpProtocol) -> None:
 
 # --- groups
 def test_ports_that_touch_are_one_range_and_subnets_within_others_are_left_out() -> None:
-    ports, cidrs = ((443, 443), (80, 90), (85, 91), (92, 92)), ("10.1.0.0/16", "10.0.0.0/8")
+    ports, cidrs = ((85, 91), (80, 90), (92, 92)), ("10.1.0.0/16", "10.0.0.0/8")
     rule = Rule(Direction.INGRESS, IpProtocol.TCP, ports, cidrs)
-    assert lines_of_rule(rule) == ("ip saddr 10.0.0.0/8 tcp dport { 80-92, 443 } accept",)
+    assert lines_of_rule(rule) == ("ip saddr 10.0.0.0/8 tcp dport 80-92 accept",)
+
+
+def test_rules_with_the_same_ports_share_a_set_of_them() -> None:
+    rule = Rule(Direction.INGRESS, IpProtocol.TCP, ((443, 443), (80, 81)), ("0.0.0.0/0", "::/0"))
+    network = replace(NETWORK, groups=(Group(UID, (rule,)), Group(UID[:-1] + "2", (rule, rule))))
+    ruleset = rules.render(network)
+    sets = [key for key in ruleset.sets if key.name.startswith("q_")]
+    assert len(sets) == 1
+    assert ruleset.elements[sets[0]] == {"80-81", "443"}
+    lines = chain(network, f"g_{UID.replace('-', '')}_in")
+    assert lines == tuple(f"meta nfproto ipv{n} tcp dport @{sets[0].name} accept" for n in (4, 6))
 
 
 def test_a_rule_without_peers_allows_nothing() -> None:
