@@ -11,7 +11,8 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -35,6 +36,7 @@ from chv.stord.disks import Disks
 from chv.stord.events import Events
 from chv.stord.jobs import Jobs
 from chv.stord.keeper import Keeper
+from chv.stord.qsd.monitors import Monitors
 from chv.stord.records import MIGRATIONS, Records
 from chv.stord.service import Service
 from chv.stord.tools import Tools
@@ -42,6 +44,7 @@ from chv.stord.work import Parts
 
 log = logs.get("chv.stord")
 DAEMON = "stord"
+CLOSE_TIMEOUT_S = 5.0
 READY_FD = "CHV_READY_FD"
 ALLOW_UIDS = frozenset({0})  # the agent; nobody else speaks to stord
 
@@ -53,6 +56,7 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
     server.add(HELLO, _hello(layout, server))
     async with (
         Store.open(layout.database(DAEMON), MIGRATIONS) as store,
+        _monitors() as monitors,
         anyio.create_task_group() as tasks,
     ):
         records = await Records.load(store)
@@ -69,6 +73,7 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
             ids=ids,
             boot_id=boot_id(),
             storage=config.storage,
+            monitors=monitors,
         )
         events = Events()
         keeper = Keeper(parts, events, tasks)
@@ -82,6 +87,16 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
                 log.info("stopping", signal=number.name)
                 break
         tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _monitors() -> AsyncIterator[Monitors]:
+    monitors = Monitors()
+    try:
+        yield monitors
+    finally:
+        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            await monitors.close()
 
 
 async def _bring_up(server: Server, service: Service, keeper: Keeper) -> None:

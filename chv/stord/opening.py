@@ -76,44 +76,49 @@ class Opening:
         return spec.access is AccessMode.READ_ONLY_MANY
 
     # --- by the monitor
-    async def add_nodes(self, monitor: Monitor, volume_id: str, *, read_only: bool) -> None:
-        """Give the files to the storage uid, take the lock, open the layers below a throttle."""
-        disks = self._parts.disks
-        await anyio.to_thread.run_sync(disks.grant, volume_id, self._backend.storage_uid)
+    async def add(self, monitor: Monitor, volume_id: str, *, read_only: bool) -> None:
+        """Give the files to the storage uid, take the lock, then all that lies under its guard."""
+        serving = await anyio.to_thread.run_sync(
+            partial(self._given, volume_id, read_only=read_only)
+        )
         await self._reached("after_grant")
-        disk = await anyio.to_thread.run_sync(partial(disks.disk, volume_id, read_only=read_only))
-        shared = self._is_shared(volume_id)
-        lock = graph.lock_blockdev(volume_id, disks.lock_path(volume_id), shared=shared)
-        await monitor.add_node(lock)
+        lock, *rest = graph.commands(serving)
+        await monitor.call(*lock)
         await self._reached("after_lock")
-        await self._add_group(monitor, disk)
-        await self._reached("after_group")
-        await self._open_chain(monitor, disk)
-        await self._reached("after_blockdev")
-        await monitor.add_node(graph.throttle(volume_id, disk.own[-1].number))
-        await self._reached("after_throttle")
-
-    @staticmethod
-    async def _add_group(monitor: Monitor, disk: graph.Disk) -> None:
-        options = graph.group_options(disk)
         try:
-            await monitor.add_object("throttle-group", str(options.pop("id")), options)
+            await self._add_rest(monitor, serving.disk, rest)
+        except DeadlineExceeded as error:
+            late = error
+        else:
+            await self._reached("after_export")
             return
-        except AlreadyExists:  # an attachment was cut short after this step
-            pass
-        await monitor.set_limits(graph.throttle_group(disk.volume_id), disk.limits)
+        await self._give_up(serving.disk, late)
 
-    async def _open_chain(self, monitor: Monitor, disk: graph.Disk) -> None:
-        """Open the layers. A storage daemon that waits for a server answers nothing else.
+    def _given(self, volume_id: str, *, read_only: bool) -> graph.Serving:
+        self._parts.disks.grant(volume_id, self._backend.storage_uid)
+        serving = self._serving(volume_id, read_only=read_only)
+        serving.socket_path.unlink(missing_ok=True)
+        return serving
+
+    async def _add_rest(
+        self, monitor: Monitor, disk: graph.Disk, commands: list[graph.Command]
+    ) -> None:
+        layout = self._parts.layout
+        async with luks.secrets(monitor, layout, disk.volume_id, disk.keys):
+            group, *others = await monitor.batch(*commands)
+            # There is one already where an attachment was cut short after this step.
+            known = isinstance(group, AlreadyExists)
+            failures = [error for error in (None if known else group, *others) if error is not None]
+            if failures:  # those after the first come of it
+                raise failures[0]
+        if known:
+            await monitor.set_limits(graph.throttle_group(disk.volume_id), disk.limits)
+
+    async def _give_up(self, disk: graph.Disk, late: DeadlineExceeded) -> None:
+        """Raise. A storage daemon that waits for a server answers nothing else.
 
         If no VMM has had anything of it, it is killed; else that is up to the pulses.
         """
-        late: DeadlineExceeded
-        try:
-            await luks.add_locked(monitor, self._parts.layout, disk, graph.chain(disk))
-            return
-        except DeadlineExceeded as error:
-            late = error
         spec = self._parts.records.volumes[disk.volume_id].backend
         place = spec.nbd or spec.iscsi or spec.rbd
         if place is None:
@@ -126,13 +131,6 @@ class Opening:
         await self._parts.provider.kill(worker, signal.SIGKILL)
         await wait_gone(worker)
         raise Unavailable(message, resource=disk.volume_id) from late
-
-    async def add_export(self, monitor: Monitor, volume_id: str, *, read_only: bool) -> None:
-        """Export the volume under a name that no VMM looks at."""
-        path = self._run.unprimed(volume_id)
-        path.unlink(missing_ok=True)
-        await monitor.add_export(graph.export(volume_id, path, not read_only))
-        await self._reached("after_export")
 
 
 def is_plain(disk: graph.Disk) -> bool:

@@ -77,18 +77,14 @@ class StopBackend(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartBackend(msgspec.Struct, frozen=True, tag=True):
-    """Start a new incarnation."""
+    """Start a new incarnation, with all disks that it can have from the start."""
 
 
-class AddNodes(msgspec.Struct, frozen=True, tag=True):
-    """Give the files to the storage uid, take the lock, open the layers below a throttle."""
+class AddDisk(msgspec.Struct, frozen=True, tag=True):
+    """Give the files to the storage uid, take the lock, open the layers, export the disk.
 
-    volume_id: str
-    read_only: bool
-
-
-class AddExport(msgspec.Struct, frozen=True, tag=True):
-    """Export under a temporary name."""
+    The export gets a temporary name. No work where the storage daemon was started with the disk.
+    """
 
     volume_id: str
     read_only: bool
@@ -119,8 +115,7 @@ Step = (
     | RemoveNodes
     | StopBackend
     | StartBackend
-    | AddNodes
-    | AddExport
+    | AddDisk
     | Publish
     | StopProxy
     | StartProxy
@@ -217,7 +212,6 @@ def _removals(
 
 def _serve(item: Wanted) -> list[Step]:
     return [
-        AddNodes(item.volume_id, item.read_only),
-        AddExport(item.volume_id, item.read_only),
+        AddDisk(item.volume_id, item.read_only),
         Publish(item.volume_id, item.proxied),
     ]

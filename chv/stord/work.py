@@ -7,12 +7,13 @@ cut short is found by the next observation. Errors are those of the parts; none 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import assert_never
 
+import anyio
 import msgspec
 
 from chv.common import logs
@@ -38,8 +39,7 @@ from chv.stord.levels import Errors, Levels
 from chv.stord.liveness import is_alive
 from chv.stord.opening import Opening
 from chv.stord.plan import (
-    AddExport,
-    AddNodes,
+    AddDisk,
     Observed,
     Publish,
     RemoveExport,
@@ -53,12 +53,14 @@ from chv.stord.plan import (
 )
 from chv.stord.proxies import Proxies
 from chv.stord.qsd import block_jobs, graph, vhost_user
-from chv.stord.qsd.monitor import Monitor, open_monitor
+from chv.stord.qsd.monitor import Monitor
+from chv.stord.qsd.monitors import Monitors
 from chv.stord.records import Backend, Records
 from chv.stord.tools import Tools
 
 log = logs.get(__name__)
 STOP_GRACE_S = 3.0
+CLOSE_TIMEOUT_S = 5.0
 WORKER_KIND = "qsd"
 LAST_WORDS_CHARACTERS_MAX = 200
 # Files that the storage daemon makes are its own; it makes none but sockets.
@@ -80,6 +82,7 @@ class Parts:
     storage: StorageConfig = field(default_factory=StorageConfig)
     levels: Levels = field(default_factory=Levels)
     errors: Errors = field(default_factory=Errors)
+    monitors: Monitors = field(default_factory=Monitors)
 
     @property
     def binary(self) -> str:
@@ -90,12 +93,11 @@ class Parts:
 class Work:
     """One piece of work on the storage daemon of one VM; `verb` names its failpoints."""
 
-    def __init__(self, parts: Parts, vm_id: str, verb: str, stack: AsyncExitStack) -> None:
+    def __init__(self, parts: Parts, vm_id: str, verb: str) -> None:
         self._parts = parts
         self._vm_id = vm_id
         self._verb = verb
-        self._stack = stack
-        self._monitor: Monitor | None = None
+        self._monitor: tuple[Path, Monitor] | None = None
         self.run = RunDirectory(parts.layout, vm_id)
         self._opening = Opening(parts, self.run, self._reached)
         # Disks that the storage daemon has from its command line.
@@ -165,22 +167,29 @@ class Work:
 
     async def _open_monitor(self) -> Monitor:
         if self._monitor is None:
-            self._monitor = await self._connect()
-        return self._monitor
+            path = self.run.monitor(self._backend.incarnation)
+            self._monitor = (path, await self._connect(path))
+        return self._monitor[1]
 
-    async def _connect(self) -> Monitor:
+    async def close(self) -> None:
+        """Let go of the connection."""
+        if self._monitor is not None:
+            path, monitor = self._monitor
+            self._monitor = None
+            await self._parts.monitors.give_back(self._vm_id, path, monitor)
+
+    async def _connect(self, path: Path) -> Monitor:
         """Connect, or find out early that the storage daemon has ended."""
-        backend = self._backend
-        connection = open_monitor(self.run.monitor(backend.incarnation), backend.storage_uid)
-        connecting = partial(self._stack.enter_async_context, connection)
+        backend, monitors = self._backend, self._parts.monitors
+        connecting = partial(monitors.take, self._vm_id, path, backend.storage_uid)
         if backend.worker is None:
             return await connecting()
-        monitors = await unless(partial(wait_gone, backend.worker), connecting)
-        if not monitors:
+        opened = await unless(partial(wait_gone, backend.worker), connecting)
+        if not opened:
             raise Unavailable(
                 f"the storage daemon has ended: {self._last_words()}", resource=self._vm_id
             )
-        return monitors[0]
+        return opened[0]
 
     def _last_words(self) -> str:
         try:
@@ -205,14 +214,10 @@ class Work:
                 await self._stop()
             case StartBackend():
                 await self._start()
-            case AddNodes(volume_id, read_only):
+            case AddDisk(volume_id, read_only):
                 if volume_id not in self._started_with:
                     monitor = await self._open_monitor()
-                    await self._opening.add_nodes(monitor, volume_id, read_only=read_only)
-            case AddExport(volume_id, read_only):
-                if volume_id not in self._started_with:
-                    monitor = await self._open_monitor()
-                    await self._opening.add_export(monitor, volume_id, read_only=read_only)
+                    await self._opening.add(monitor, volume_id, read_only=read_only)
             case Publish(volume_id, proxied):
                 await self._publish(volume_id, proxied=proxied)
             case StopProxy(volume_id):
@@ -254,6 +259,8 @@ class Work:
         raise refusals[0]
 
     async def _stop(self) -> None:
+        await self.close()
+        await self._parts.monitors.drop(self._vm_id)
         worker = await self._find_worker() or self._backend.worker
         if worker is not None:
             await terminate(worker, grace_s=STOP_GRACE_S)
@@ -340,6 +347,10 @@ class Work:
 
 @asynccontextmanager
 async def work_on(parts: Parts, vm_id: str, verb: str) -> AsyncIterator[Work]:
-    """Yield a `Work` whose connection is closed at the end."""
-    async with AsyncExitStack() as stack:
-        yield Work(parts, vm_id, verb, stack)
+    """Yield a `Work` that lets go of its connection at the end."""
+    work = Work(parts, vm_id, verb)
+    try:
+        yield work
+    finally:
+        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            await work.close()

@@ -35,10 +35,8 @@ pytestmark = [pytest.mark.root, needs_qsd]
 
 FAILPOINTS = (
     "stord.adopt.after_record",
-    "stord.attach.after_blockdev",
     "stord.attach.after_export",
     "stord.attach.after_grant",
-    "stord.attach.after_group",
     "stord.attach.after_intent",
     "stord.attach.after_lock",
     "stord.attach.after_move",
@@ -46,7 +44,6 @@ FAILPOINTS = (
     "stord.attach.after_record",
     "stord.attach.after_rename",
     "stord.attach.after_spawn",
-    "stord.attach.after_throttle",
     "stord.attach.after_worker_record",
     "stord.attach.before_spawn",
     "stord.check.before_clean",

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chv.stord.plan import (
-    AddExport,
-    AddNodes,
+    AddDisk,
     Desired,
     Observed,
     Publish,
@@ -79,12 +78,10 @@ class World:
                 assert not self.paths, "an old path meets a new incarnation"
                 self.alive = self.remains = True
                 self.starts += 1
-            case AddNodes(volume, _):
+            case AddDisk(volume, _):
                 assert self.alive
                 assert not any(is_of(node, volume) for node in self.nodes)
                 self.nodes |= nodes_of(volume, self.layers)
-            case AddExport(volume, _):
-                assert throttle_node(volume) in self.nodes, "what is exported is the throttle"
                 assert export_id(volume) not in self.exports
                 self.exports.add(export_id(volume))
             case Publish(volume):
@@ -182,4 +179,4 @@ def test_any_rest_of_a_volume_is_removed_before_it_is_added_again(
 
     steps = plan(desire([volume], set()), observed)
 
-    assert [type(step) for step in steps] == [RemoveNodes, AddNodes, AddExport, Publish]
+    assert [type(step) for step in steps] == [RemoveNodes, AddDisk, Publish]

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chv.stord.plan import (
-    AddExport,
-    AddNodes,
+    AddDisk,
     Desired,
     Observed,
     Publish,
@@ -89,11 +88,9 @@ class World:
                 assert not self.alive
                 self.alive = self.remains = True
                 self.primed = set()
-            case AddNodes(volume, _):
+            case AddDisk(volume, _):
                 assert not any(is_of(node, volume) for node in self.nodes)
                 self.nodes |= {lock_node(volume), format_node(volume, 0), throttle_node(volume)}
-            case AddExport(volume, _):
-                assert throttle_node(volume) in self.nodes
                 assert export_id(volume) not in self.exports
                 self.exports.add(export_id(volume))
             case Publish(volume, proxied):

@@ -21,6 +21,9 @@ from chv.common.wire.stord import Limits, Rate
 
 BINARY = "qemu-storage-daemon"
 Node = dict[str, object]
+Command = tuple[str, Node]
+BLOCK, OBJECT, EXPORT = "blockdev-add", "object-add", "block-export-add"
+OPTIONS = {BLOCK: "--blockdev", OBJECT: "--object", EXPORT: "--export"}
 # QEMU's names of the limits, ours, and what the parts of a Rate are called there.
 RATES = {
     "iops-total": "iops_total",
@@ -143,19 +146,25 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False  # several may read it, nobody writes
 
 
-def options(serving: Serving) -> list[str]:
-    """Return what of a command line opens and exports a disk, in the order of the monitor's way."""
+def commands(serving: Serving) -> list[Command]:
+    """Return what opens and exports a disk, in this order: the lock, before anything is opened."""
     disk = serving.disk
-    lock = lock_blockdev(disk.volume_id, serving.lock_path, shared=serving.shared)
-    group: Node = {"qom-type": "throttle-group", **group_options(disk)}
-    nodes = (
-        ("--blockdev", lock),
-        ("--object", group),
-        ("--blockdev", chain(disk)),
-        ("--blockdev", throttle(disk.volume_id, disk.own[-1].number)),
-        ("--export", export(disk.volume_id, serving.socket_path, not disk.read_only)),
-    )
-    return [text for name, node in nodes for text in (name, msgspec.json.encode(node).decode())]
+    return [
+        (BLOCK, lock_blockdev(disk.volume_id, serving.lock_path, shared=serving.shared)),
+        (OBJECT, {"qom-type": "throttle-group", **_group(disk)}),
+        (BLOCK, chain(disk)),
+        (BLOCK, throttle(disk.volume_id, disk.own[-1].number)),
+        (EXPORT, export(disk.volume_id, serving.socket_path, not disk.read_only)),
+    ]
+
+
+def options(serving: Serving) -> list[str]:
+    """Return the same for a command line."""
+    return [
+        text
+        for command, node in commands(serving)
+        for text in (OPTIONS[command], msgspec.json.encode(node).decode())
+    ]
 
 
 def argv(
@@ -298,7 +307,7 @@ def export(volume_id: str, socket_path: Path, writable: bool) -> Node:
     return node | ({"writable": True} if writable else {})
 
 
-def group_options(disk: Disk) -> Node:
+def _group(disk: Disk) -> Node:
     """Return id and limits of the disk's throttle group; a new group has none."""
     group: Node = {"id": throttle_group(disk.volume_id)}
     return group if disk.limits == Limits() else group | {"limits": limits_arguments(disk.limits)}

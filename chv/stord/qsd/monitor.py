@@ -1,7 +1,8 @@
 """QMP to one storage daemon: connect, call with a deadline, read its graph.
 
-A connection lives for one piece of work; the storage daemon serves one monitor client at a time,
-so the caller holds the VM's lock. Errors: DeadlineExceeded where it hangs, Unavailable where it
+The storage daemon serves one monitor client at a time, so the caller holds the VM's lock;
+`monitors` keeps connections between pieces of work. Commands are done in the order in which they
+are sent, so several may be under way. Errors: DeadlineExceeded where it hangs, Unavailable where it
 died or is not there, Unsupported/Internal with QEMU's own text where it refuses.
 """
 
@@ -23,6 +24,7 @@ from qemu.qmp import (
     Message,
     QMPClient,
     QMPError,
+    Runstate,
     StateError,
 )
 from qemu.qmp.qmp_client import NegotiationError
@@ -55,7 +57,18 @@ logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL + 1)
 
 
 class _Client(QMPClient):
-    """The library makes a text of every message, keys included, for a log that nobody reads."""
+    """The library's client without what costs memory or time and serves nobody.
+
+    It makes a text of every message, keys included, for a log, and keeps every event for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, readbuflen=REPLY_BYTES_MAX)
+        self.events.event_filter = lambda _event: False
+
+    def _get_exec_id(self) -> str:
+        self._execute_id += 1
+        return str(self._execute_id)  # every byte counts, see `graph`
 
     def _cb_outbound(self, msg: Message) -> Message:
         return msg
@@ -69,23 +82,56 @@ class Monitor:
 
     def __init__(self, client: QMPClient) -> None:
         self._client = client
+        self._unanswered = 0
+
+    @property
+    def usable(self) -> bool:
+        """Tell whether the connection stands and every command was answered."""
+        return self._unanswered == 0 and self._client.runstate is Runstate.RUNNING
+
+    async def close(self) -> None:
+        """Disconnect; never fails."""
+        with anyio.move_on_after(DISCONNECT_TIMEOUT_S, shield=True):
+            await _disconnect(self._client)
 
     async def call(
         self, command: str, arguments: Node | None = None, *, timeout_s: float = 0.0
     ) -> object:
         """Execute one command; every failure is one of ours."""
+        self._unanswered += 1
         try:
             with anyio.fail_after(timeout_s or CALL_TIMEOUT_S):
-                return await self._client.execute(command, arguments)
+                answer = await self._client.execute(command, arguments)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the storage daemon did not answer {command} within"
                 f" {timeout_s or CALL_TIMEOUT_S:g} s"
             ) from error
         except ExecuteError as error:
+            self._unanswered -= 1
             raise translate(command, str(error)) from error
         except (ExecInterruptedError, StateError, QMPError, EOFError, OSError) as error:
             raise Unavailable(f"the storage daemon went away during {command}") from error
+        self._unanswered -= 1
+        return answer
+
+    async def batch(self, *commands: tuple[str, Node]) -> list[ChvError | None]:
+        """Send several at once; return what each failed with, in their order.
+
+        All are executed, whatever becomes of those before.
+        """
+        failures: list[ChvError | None] = [None] * len(commands)
+
+        async def one(index: int) -> None:
+            try:
+                await self.call(*commands[index])
+            except ChvError as error:
+                failures[index] = error
+
+        async with anyio.create_task_group() as calls:
+            for index in range(len(commands)):
+                calls.start_soon(one, index)  # each sends before it first waits
+        return failures
 
     async def ping(self) -> None:
         """Raise where the storage daemon does not answer."""
@@ -168,12 +214,16 @@ class Monitor:
 @asynccontextmanager
 async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
     """Connect to the monitor at `path` once it listens; a process of `uid` must own it."""
-    client = await _connect_again(path, uid)
+    monitor = await connect(path, uid)
     try:
-        yield Monitor(client)
+        yield monitor
     finally:
-        with anyio.move_on_after(DISCONNECT_TIMEOUT_S, shield=True):
-            await _disconnect(client)
+        await monitor.close()
+
+
+async def connect(path: Path, uid: int) -> Monitor:
+    """Return a connection that the caller closes. As `open_monitor`."""
+    return Monitor(await _connect_again(path, uid))
 
 
 async def _connect_again(path: Path, uid: int) -> QMPClient:
@@ -199,7 +249,7 @@ async def _connect(path: Path, uid: int) -> QMPClient:
     except Internal:
         peer.close()
         raise
-    client = _Client("stord", readbuflen=REPLY_BYTES_MAX)
+    client = _Client("stord")
     try:
         with anyio.fail_after(CALL_TIMEOUT_S):
             await client.connect(peer)
