@@ -18,6 +18,7 @@ from chv.nwd.blueprint import gateway6, has_uplink
 from chv.nwd.keeper import DELETE, Keeper
 from chv.nwd.records import Network, Wanted
 from chv.nwd.topology import check_topology, refuse_overlap, refuse_taken_names
+from chv.nwd.uses import refuse_orphans
 
 ENSURE = "ensure"
 SHOWN_NICS_MAX = 5
@@ -182,6 +183,10 @@ class Networks:
         refuse_overlap(topology, [r.topology for r in rows if r.network_id != network_id])
         nics = self._records.nics_of(network_id)
         refuse_taken_names(topology, {nic.hostname: nic.nic_id for nic in nics})
+        old = self._records.networks.get(network_id)
+        if old is not None:
+            exposures = self._records.exposures_of(network_id)
+            refuse_orphans(topology, old.topology, nics, exposures)
 
     def _refuse_move(self, topology: Topology) -> None:
         """Guests hold addresses of the subnet: it cannot change under them."""

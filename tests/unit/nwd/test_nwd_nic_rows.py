@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from chv.common.errors import ChvError, Conflict, InUse, InvalidArgument, NotFound, PermissionDenied
-from chv.common.wire.nwd import Shape
+from chv.common.wire.nwd import L2Mode, Shape, Topology, UplinkMode
 from chv.nwd.nic_rows import NicRows
 from chv.nwd.parts import Parts
+from chv.nwd.uses import refuse_orphans
 from tests.unit.nwd.nwd_rows import (
     BOOT,
     IDS,
@@ -21,6 +23,7 @@ from tests.unit.nwd.nwd_rows import (
     network,
     nic,
     open_parts,
+    topology,
 )
 
 
@@ -124,3 +127,31 @@ async def test_the_same_generation_with_another_content_is_refused(tmp_path: Pat
                 rows_of(parts).make(attach(net.network_id, **(same | changes)), row, net)
         newer = rows_of(parts).make(attach(net.network_id, 2, **same), row, net)
         assert (newer.groups, newer.unswept, newer.boot_id) == ([], True, BOOT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"public_addresses": []}, "spec.publicAddresses"),
+        ({"tenant": "another"}, "tenant"),
+        ({"uplink": "none"}, "spec.uplink"),
+        ({"subnet": "10.1.0.0/24"}, "spec"),
+        ({"l2": L2Mode.OPEN}, "spec.l2"),
+        ({"mtu": 1400}, ""),
+    ],
+)
+def test_a_network_keeps_what_others_rest_on(changes: dict[str, Any], field: str) -> None:
+    before = topology(public_addresses=["192.0.2.8"])
+    fields = msgspec.structs.asdict(before) | {"uplink": UplinkMode.NAT} | changes
+    after = Topology(**(fields | {"uplink": UplinkMode(fields["uplink"])}))
+    port = nic(before.network_id, 5, public_address="192.0.2.8", groups=["g"])
+    rows = [
+        exposure_row(exposure(before.network_id), host_addresses=["192.0.2.1"]),
+        exposure_row(exposure(before.network_id, addresses=["10.0.0.200"])),
+    ]
+    if not field:
+        refuse_orphans(after, before, [port], rows)
+        return
+    with pytest.raises(InUse) as caught:
+        refuse_orphans(after, before, [port], rows)
+    assert caught.value.field == field
