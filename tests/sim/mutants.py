@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
-from chv.agent import cascade, recovery, tables
+from chv.agent import admission, cascade, recovery, tables
 from chv.agent.ledger import Ledger
+from chv.agent.network.policy import PolicyReconciler
 from chv.agent.records import Change, Record
 from chv.agent.simple import SimpleReconciler
 from chv.agent.snapshot.reconciler import SnapshotReconciler
@@ -326,7 +327,28 @@ def a_verb_that_has_ended_stays_recorded() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def what_names_lead_to_is_looked_up_once() -> Iterator[None]:
+    """A group or exposure that nwd has is as wanted: names may lead elsewhere by now."""
+
+    async def bring(self: Any, stored: Any, wanted: Any, seen: Any, send: Any) -> Any:
+        return await real(self, stored, wanted, seen, send) if seen is None else None
+
+    real = PolicyReconciler.bring
+    with patch.object(PolicyReconciler, "bring", bring):
+        yield
+
+
+@contextmanager
+def a_network_says_nothing_to_its_nics() -> Iterator[None]:
+    """A network that begins to serve metadata changes none of its NICs."""
+    with patch.object(admission, "_tells_otherwise", lambda before, after: False):
+        yield
+
+
 MUTANTS = (
+    what_names_lead_to_is_looked_up_once,
+    a_network_says_nothing_to_its_nics,
     forget_that_a_snapshot_was_taken,
     a_verb_that_has_ended_stays_recorded,
     detach_before_the_guest_lets_go,
