@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 from chv.common.wire.nwd_policy import Direction, IpProtocol
 from chv.nwd.kernel.conntrack import ICMP, ICMPV6, TCP, UDP, Connection
+from chv.nwd.nft.gateway import METADATA6
 from chv.nwd.nft.model import Exposed, NetworkRules, NicRules, Rule
 from chv.nwd.records import Footprint
 
@@ -22,7 +23,12 @@ _NUMBERS = {
     IpProtocol.ICMP: ICMP,
     IpProtocol.ICMPV6: ICMPV6,
 }
-_LINK_LOCAL = (IPv4Network("169.254.0.0/16"), IPv6Network("fe80::/10"))
+# Of the gateway itself, whoever asks: link-local and metadata.
+_LOCAL = (
+    IPv4Network("169.254.0.0/16"),
+    IPv6Network("fe80::/10"),
+    IPv6Network(f"{METADATA6}/128"),
+)
 CIDRS_KEPT_MAX = 4096
 
 
@@ -50,7 +56,7 @@ class Judge:
     def _is_of_gateway(self, connection: Connection) -> bool:
         ends = {connection.source, connection.server, connection.target}
         return bool(ends & self._gateways) or any(
-            _contains(net, each) for net in _LINK_LOCAL for each in ends
+            _contains(net, each) for net in _LOCAL for each in ends
         )
 
     def _lets_out(self, nic: NicRules, connection: Connection) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from chv.common.wire.nwd_policy import Direction, IpProtocol
 from chv.nwd.allowing import Judge, is_drained, is_stray, is_stray_on_host
 from chv.nwd.kernel.conntrack import ICMP, TCP, UDP, Connection
+from chv.nwd.nft.gateway import METADATA6
 from chv.nwd.nft.model import Backend, Exposed, Group, NetworkRules, NicRules, Rule
 from chv.nwd.records import Footprint
 
@@ -119,6 +120,7 @@ def test_connections_of_the_gateway_and_of_exposures_are_left_alone(
     assert judge.permits(connection(TCP, "10.0.0.1", guest, port))
     assert judge.permits(connection(UDP, guest, "10.0.0.1", port))
     assert judge.permits(connection(TCP, guest, "169.254.169.254", 80))
+    assert judge.permits(connection(TCP, guest, METADATA6, 80))
     assert judge.permits(connection(TCP, OUTSIDE[0], "192.0.2.1", port, server=guest))
 
 
