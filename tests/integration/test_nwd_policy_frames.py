@@ -158,9 +158,6 @@ def honest(me: Guest, victim: Guest) -> dict[str, bytes]:
         "asking for the victim": six(
             mac, mine6, ICMPV6, neighbour(mac, victim.address6, solicited=True)
         ),
-        "asking whether its own is there": six(
-            mac, "::", ICMPV6, neighbour(mac, mine6, solicited=True)
-        ),
         "router solicitation": six(mac, LOCAL, ICMPV6, struct.pack("!BBHI", 133, 0, 0, 0)),
         "a fragment": six(
             mac, mine6, UDP, struct.pack("!HHHH", 5, 5, 16, 0) + MARK,
@@ -269,3 +266,14 @@ async def test_drops_are_counted_for_the_port_that_sent_and_by_reason() -> None:
         expected = {reason: len(each) for reason, each in sent.items()}
         assert counters.drops_of(found, me.nic.tap, me.nic.addresses) == expected
         assert counters.drops_of(found, victim.nic.tap, victim.nic.addresses) == {}
+
+
+async def test_whether_an_own_address_is_a_duplicate_is_asked_in_vain_and_not_counted() -> None:
+    async with open_rig(2) as rig:  # the gateway, which answers for it, would say yes
+        me, victim = rig.guests
+        for target, passes in ((me.address6, False), (LOCAL, True)):
+            question = six(me.nic.mac, "::", ICMPV6, neighbour(me.nic.mac, target, solicited=True))
+            with places(rig, me, victim) as at:
+                assert at.seen({"question": question}) == ({"question"} if passes else set())
+        listing = await rig.nft.list_counters(f"/run/netns/{rig.tenant}", counters.COMMANDS)
+        assert counters.drops(listing) == {}
