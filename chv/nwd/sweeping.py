@@ -57,7 +57,11 @@ def _due(parts: Parts, network_id: str, now_s: float) -> _Due:
     records = parts.records
     return _Due(
         groups=[row for row in records.groups.values() if network_id in row.pending],
-        nics=[nic for nic in parts.nics_due(network_id) if nic.unswept],
+        nics=[
+            nic
+            for nic in records.nics.values()
+            if nic.unswept and nic.network_id == network_id and parts.is_due(nic)
+        ],
         exposures=[
             row
             for row in records.exposures_of(network_id)
