@@ -108,9 +108,12 @@ async def until(check: Callable[[], Any], timeout_s: float = 5.0) -> float:
 
 
 @contextmanager
-def echoing(name: str, port: int, word: bytes = b"") -> Iterator[Callable[[], None]]:
+def echoing(
+    name: str, port: int, word: bytes = b"", host: str = "0.0.0.0"
+) -> Iterator[Callable[[], None]]:
     """In a namespace: a server that sends `word` first and then echoes. Yields what ends it."""
-    listener = inside(name, lambda: socket.create_server(("0.0.0.0", port)))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = inside(name, lambda: socket.create_server((host, port), family=family))
     open_: list[socket.socket] = []
 
     def stop() -> None:

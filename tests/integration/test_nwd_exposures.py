@@ -19,9 +19,11 @@ from chv.common.wire.nwd_policy import Algorithm, HealthCheck, HealthProtocol, I
 from tests.integration.nwd_helpers import (
     HOST_ADDRESS,
     IDS,
+    WAN_ADDRESS,
     Guest,
     Node,
     inside,
+    ip,
     needs_nwd,
     open_guest,
     open_node,
@@ -145,6 +147,84 @@ async def test_an_address_of_the_subnet_is_for_those_inside() -> None:
         await delete_exposure(node, farm.exposure_id)
         assert await ask(farm.client.name, VIRTUAL, 80) == b""
         await node.attach(farm.network, address=VIRTUAL)
+
+
+async def test_a_public_address_is_routed_to_the_network_and_marks_what_leaves() -> None:
+    public = "198.51.100.7"
+    async with open_node() as node:
+        network, vm_id = IDS.uid(), IDS.uid()
+        await node.ensure(network, public_addresses=[public, "198.51.100.8"])
+        info = await node.attach(network, vm_id=vm_id)
+        ip("-n", node.sandbox.wan, "route", "add", "198.51.100.0/24", "via", HOST_ADDRESS)
+        async with open_guest(node, info) as guest:
+            guest.configure()
+            with echoing(guest.name, 80, b"0"):
+                await set_exposure(
+                    node,
+                    network,
+                    exposure_id := IDS.uid(),
+                    addresses=[public],
+                    port=80,
+                    targets=[info.nic_id],
+                )
+                assert await ask(node.sandbox.wan, public, 80) == b"0"
+                assert await ask(guest.name, public, 80) == b"0", "hairpin"
+                assert await anyio.to_thread.run_sync(_source_seen, node, guest) == public
+                await node.attach(
+                    network, info.nic_id, 2, vm_id=vm_id, public_address="198.51.100.8"
+                )
+                seen = await anyio.to_thread.run_sync(_source_seen, node, guest)
+                assert seen == "198.51.100.8"
+                with pytest.raises(InUse, match=exposure_id):
+                    await node.ensure(network, 2, public_addresses=["198.51.100.8"])
+
+
+def _source_seen(node: Node, guest: Guest) -> str:
+    """Let a guest connect to the outside; return whom the outside sees."""
+    listener = inside(node.sandbox.wan, lambda: socket.create_server((WAN_ADDRESS, 0)))
+    with listener:
+        port = listener.getsockname()[1]
+        made = guest.run(lambda: socket.create_connection((WAN_ADDRESS, port), 1))
+        with made:
+            accepted, (source, _) = listener.accept()
+            accepted.close()
+    return str(source)
+
+
+async def test_ipv6_is_exposed_to_those_inside_as_ipv4_is() -> None:
+    virtual = "fd00:7::200"
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network, subnet6="fd00:7::/64")
+        server_nic, client_nic = await node.attach(network), await node.attach(network)
+        assert server_nic.address6
+        assert server_nic.gateway6 == "fd00:7::1"
+        async with open_guest(node, server_nic) as server, open_guest(node, client_nic) as client:
+            server.configure6()
+            client.configure6()
+            check = HealthCheck(protocol=HealthProtocol.TCP, interval_s=0.1, rise=1, fall=1)
+            exposure_id = IDS.uid()
+            with echoing(server.name, 80, b"0", host="::"):
+                await set_exposure(
+                    node,
+                    network,
+                    exposure_id,
+                    addresses=[virtual],
+                    port=80,
+                    targets=[server_nic.nic_id],
+                    sources=["::/0"],
+                    health=check,
+                )
+
+                async def healthy() -> bool:
+                    return (await exposure(node, exposure_id)).targets[0].state == "healthy"
+
+                await until(healthy)
+                assert await ask(client.name, virtual, 80) == b"0"
+                assert await ask(server.name, virtual, 80) == b"0", "hairpin"
+                standing = await stream(client.name, virtual, 80)
+                await delete_exposure(node, exposure_id)
+                assert not await lives(standing)
 
 
 async def test_the_client_is_seen_and_sources_decide() -> None:
