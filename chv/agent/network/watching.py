@@ -6,7 +6,8 @@ tells holds what guests sent only as addresses and numbers. Nothing here changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ipaddress import ip_address
 
 import anyio
@@ -14,7 +15,13 @@ import msgspec
 
 from chv.agent.links import DaemonLink
 from chv.agent.network.directory import Directory, NamedNic
-from chv.common.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
+from chv.common.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
 from chv.common.names import check_hostname
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent_watch as api
@@ -59,15 +66,16 @@ class Watching:
         directory = self._directory(request.namespace)
         nic = directory.of_vm(request.name, request.namespace, request.interface)[0]
         destination, resolved = await self._destination(request.host, nic, directory)
-        answer = await self._nwd.call(
-            nwd.EXPLAIN_PATH,
-            nwd.ExplainPath(
-                nic_id=nic.nic_id,
-                destination=destination,
-                protocol=nwd.IpProtocol(request.protocol),
-                port=request.port,
-            ),
-        )
+        with _known(nic):
+            answer = await self._nwd.call(
+                nwd.EXPLAIN_PATH,
+                nwd.ExplainPath(
+                    nic_id=nic.nic_id,
+                    destination=destination,
+                    protocol=nwd.IpProtocol(request.protocol),
+                    port=request.port,
+                ),
+            )
         return api.ExplainVmReply(
             destination=destination,
             resolved=resolved,
@@ -104,7 +112,9 @@ class Watching:
             )
         directory = self._directory(request.namespace)
         nic = directory.of_vm(request.name, request.namespace, request.interface)[0]
-        _, fds = await self._nwd.call_fds(nwd.OPEN_CAPTURE, nwd.OpenCapture(nic_id=nic.nic_id))
+        with _known(nic):
+            asked = nwd.OpenCapture(nic_id=nic.nic_id)
+            _, fds = await self._nwd.call_fds(nwd.OPEN_CAPTURE, asked)
         return WithFds(api.VmCapture(interface=nic.interface, network=nic.network), fds)
 
     # --- statistics
@@ -130,6 +140,19 @@ class Watching:
             return directory.nics
         uid = directory.network(request.network, namespace)
         return [nic for nic in directory.nics if nic.network_id == uid]
+
+
+@contextmanager
+def _known(nic: NamedNic) -> Iterator[None]:
+    """Say of a NIC that nwd does not know what that means for its VM."""
+    try:
+        yield
+    except NotFound as error:
+        raise FailedPrecondition(
+            f"interface {nic.interface} of VM {nic.vm} is not attached",
+            resource=nic.nic_id,
+            hint=f"chv start {nic.vm}",
+        ) from error
 
 
 def _row(nic: NamedNic, stats: nwd.NicStats) -> api.VmNicStats:

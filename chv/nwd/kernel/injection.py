@@ -13,6 +13,7 @@ import errno
 import socket
 import struct
 
+from chv.common.errors import Unsupported
 from chv.nwd.kernel import links, netlink
 from chv.nwd.kernel.errors import translated
 
@@ -94,13 +95,21 @@ def _silence_and_raise(ask: socket.socket, index: int) -> None:
 def _redirect(ask: socket.socket, source: int, tap: int, mac: bytes) -> None:
     qdisc = _TC.pack(0, source, _INGRESS_HANDLE, _INGRESS_PARENT, 0)
     qdisc += netlink.attribute(_TC_KIND, b"ingress\0")
-    netlink.ask(ask, netlink.message(_NEW_QDISC, _MAKE, qdisc))
     options = netlink.attribute(_SELECTOR, _selector(mac)) + netlink.attribute(
         _ACTIONS, netlink.attribute(1, _mirred(tap))
     )
     rule = _TC.pack(0, source, 0, _INGRESS_HANDLE, 1 << 16 | _ANY_PROTOCOL)
     rule += netlink.attribute(_TC_KIND, b"u32\0") + netlink.attribute(_TC_OPTIONS, options)
-    netlink.ask(ask, netlink.message(_NEW_FILTER, _MAKE, rule))
+    try:
+        netlink.ask(ask, netlink.message(_NEW_QDISC, _MAKE, qdisc))
+        netlink.ask(ask, netlink.message(_NEW_FILTER, _MAKE, rule))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EOPNOTSUPP):
+            raise Unsupported(
+                "this kernel cannot redirect frames into a tap",
+                hint="it lacks sch_ingress, cls_u32 or act_mirred",
+            ) from error
+        raise
 
 
 def _selector(mac: bytes) -> bytes:

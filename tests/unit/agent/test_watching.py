@@ -138,6 +138,14 @@ async def test_a_vm_or_interface_that_is_not_there_is_said(
         await watching(Nwd()).explain(request)
 
 
+async def test_a_nic_that_is_not_attached_is_said_of_its_vm() -> None:
+    link = Nwd(ExplainPath=[NotFound("there is no such NIC")], OpenCapture=[NotFound("none")])
+    with pytest.raises(FailedPrecondition, match="interface eth0 of VM web is not attached"):
+        await watching(link).explain(api.ExplainVm(name="web", host="1.1.1.1", port=1))
+    with pytest.raises(FailedPrecondition, match="not attached"):
+        await watching(link).open_capture(api.OpenVmCapture(name="web"), caller())
+
+
 async def test_a_capture_is_for_root_alone() -> None:
     link = Nwd(OpenCapture=[Done()])
     request = api.OpenVmCapture(name="web", interface="eth1")
