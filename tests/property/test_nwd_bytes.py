@@ -25,8 +25,7 @@ def messages(draw: st.DrawFn) -> bytes:
         for kind, payload in draw(ATTRIBUTES):
             body += netlink.attribute(kind, payload)
         data += netlink.message(draw(KINDS), 0, body)
-    data = data[: draw(st.integers(0, len(data)))] + draw(st.binary(max_size=30))
-    return data
+    return data[: draw(st.integers(0, len(data)))] + draw(st.binary(max_size=30))
 
 
 @given(messages())
