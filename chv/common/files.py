@@ -146,17 +146,19 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def ensure_dir(path: Path, *, mode: int, uid: int = 0, gid: int = 0) -> None:
+def ensure_dir(path: Path, *, mode: int, uid: int = 0, gid: int = 0, durable: bool = True) -> None:
     """Make a directory or correct its mode and owner; missing parents are made 0755 root.
 
-    The last component must not be a symbolic link; -1 leaves uid or gid alone.
+    The last component must not be a symbolic link; -1 leaves uid or gid alone. With `durable`
+    it survives a loss of power; what no boot survives anyway needs no wait for that.
     """
     with no_space_is_exhausted(path):
         if not path.parent.exists():
             ensure_dir(path.parent, mode=0o755)
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-            sync_directory(path.parent)
+            if durable:
+                sync_directory(path.parent)
         fd = _open_directory(path)
         try:
             status = os.fstat(fd)

@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import stat
+from functools import partial
 from pathlib import Path
 
 from chv.common.errors import Internal
@@ -68,11 +69,12 @@ class RunDirectory:
 
     def prepare(self, storage_uid: int, vm_gid: int) -> None:
         """Make the directories, the private one new and empty."""
-        ensure_dir(self._layout.run, mode=0o711)
-        ensure_dir(self._layout.vms, mode=0o711)
-        ensure_dir(self.path, mode=0o710, uid=0, gid=vm_gid)
+        make = partial(ensure_dir, durable=False)
+        make(self._layout.run, mode=0o711)
+        make(self._layout.vms, mode=0o711)
+        make(self.path, mode=0o710, uid=0, gid=vm_gid)
         self.clear_private()
-        ensure_dir(self.private, mode=0o700, uid=storage_uid, gid=storage_uid)
+        make(self.private, mode=0o700, uid=storage_uid, gid=storage_uid)
 
     def clear_private(self) -> None:
         """Remove the storage daemon's own directory."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from chv.common.errors import AlreadyExists, DeadlineExceeded, Unavailable
+from chv.common.errors import AlreadyExists, ChvError, DeadlineExceeded, Unavailable
 from chv.common.process import wait_gone
 from chv.common.wire.stord import AccessMode
 from chv.stord import allow, luks
@@ -108,9 +108,9 @@ class Opening:
             group, *others = await monitor.batch(*commands)
             # There is one already where an attachment was cut short after this step.
             known = isinstance(group, AlreadyExists)
-            failures = [error for error in (None if known else group, *others) if error is not None]
-            if failures:  # those after the first come of it
-                raise failures[0]
+            for answer in others if known else (group, *others):
+                if isinstance(answer, ChvError):  # what fails after it fails because of it
+                    raise answer
         if known:
             await monitor.set_limits(graph.throttle_group(disk.volume_id), disk.limits)
 

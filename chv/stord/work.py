@@ -138,8 +138,7 @@ class Work:
         )
         if not alive or not any(row.wanted for row in rows):
             return seen
-        monitor = await self._open_monitor()
-        nodes, exports = await monitor.nodes(), await monitor.exports()
+        nodes, exports = await (await self._open_monitor()).graph()
         return msgspec.structs.replace(seen, nodes=nodes, exports=exports)
 
     async def _find_worker(self) -> WorkerRecord | None:

@@ -50,6 +50,8 @@ NEGOTIATIONS_MAX = 3
 DISCONNECT_TIMEOUT_S = 1.0
 DELETED_POLL_S = 0.1
 OBJECTS = "/objects"
+_NODES: tuple[str, Node] = ("query-named-block-nodes", {"flat": True})
+_EXPORTS: tuple[str, Node] = ("query-block-exports", {})
 REPLY_BYTES_MAX = 16 * 1024 * 1024
 
 # The library reports what we raise, tracebacks as critical ones; once is enough.
@@ -115,23 +117,23 @@ class Monitor:
         self._unanswered -= 1
         return answer
 
-    async def batch(self, *commands: tuple[str, Node]) -> list[ChvError | None]:
-        """Send several at once; return what each failed with, in their order.
+    async def batch(self, *commands: tuple[str, Node]) -> list[object]:
+        """Send several at once; return each one's answer or ChvError, in their order.
 
         All are executed, whatever becomes of those before.
         """
-        failures: list[ChvError | None] = [None] * len(commands)
+        answers = list[object](commands)
 
         async def one(index: int) -> None:
             try:
-                await self.call(*commands[index])
+                answers[index] = await self.call(*commands[index])
             except ChvError as error:
-                failures[index] = error
+                answers[index] = error
 
         async with anyio.create_task_group() as calls:
             for index in range(len(commands)):
                 calls.start_soon(one, index)  # each sends before it first waits
-        return failures
+        return answers
 
     async def ping(self) -> None:
         """Raise where the storage daemon does not answer."""
@@ -144,15 +146,19 @@ class Monitor:
 
     async def exports(self) -> frozenset[str]:
         """Return the ids of all exports, those that are shutting down included."""
-        return await self._names("query-block-exports", "id", {})
+        return _names(await self.call(*_EXPORTS), "id")
 
     async def nodes(self) -> frozenset[str]:
         """Return the names of all block nodes."""
-        return await self._names("query-named-block-nodes", "node-name", {"flat": True})
+        return _names(await self.call(*_NODES), "node-name")
 
-    async def _names(self, command: str, key: str, arguments: Node) -> frozenset[str]:
-        rows = cast(list[dict[str, str]], await self.call(command, arguments))
-        return frozenset(row[key] for row in rows)
+    async def graph(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return both, the nodes first."""
+        nodes, exports = await self.batch(_NODES, _EXPORTS)
+        for answer in (nodes, exports):
+            if isinstance(answer, ChvError):
+                raise answer
+        return _names(nodes, "node-name"), _names(exports, "id")
 
     async def add_node(self, node: Node) -> None:
         """Open a block node."""
@@ -209,6 +215,10 @@ class Monitor:
                         await listener.get()
                 return
         raise DeadlineExceeded(f"export {export_id} did not end within {CALL_TIMEOUT_S} s")
+
+
+def _names(answer: object, key: str) -> frozenset[str]:
+    return frozenset(row[key] for row in cast(list[dict[str, str]], answer))
 
 
 @asynccontextmanager

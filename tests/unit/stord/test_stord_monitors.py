@@ -96,10 +96,10 @@ async def test_commands_of_a_batch_are_all_sent_before_the_first_is_answered(
         made.answers_after = 4
         monitor = await connect(tmp_path / "m", UID)
 
-        failures = await monitor.batch(*((name, {}) for name in ("a", "bad1", "b", "bad2")))
+        answers = await monitor.batch(*((name, {}) for name in ("a", "bad1", "b", "bad2")))
 
         assert made.asked == ["a", "bad1", "b", "bad2"]
-        assert [type(failure) for failure in failures] == [type(None), NotFound] * 2
+        assert [type(each) for each in answers] == [dict, NotFound] * 2
         assert monitor.usable
         await monitor.close()
 
