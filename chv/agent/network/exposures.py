@@ -6,6 +6,8 @@ serves all exposures.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from chv.agent.actors import Done, Outcome, Waiting
 from chv.agent.conditions import condition
 from chv.agent.network.common import phase_of_seen
@@ -18,6 +20,7 @@ from chv.agent.network.policy import (
     wanted_exposure,
 )
 from chv.agent.records import StoredObject
+from chv.agent.vm.observe import SILENT
 from chv.common.wire import nwd_policy as policy
 from chv.common.wire.resources import ExposureStatus, ExposureTargetStatus
 from chv.common.wire.types import CallMeta
@@ -45,8 +48,10 @@ class ExposureReconciler(PolicyReconciler):
         return self._seen is not None
 
     async def glance(self) -> bool:
-        """Ask nwd alone; True where its answer differs from the last."""
-        return await self._look() != self._seen
+        """Ask nwd alone; True where its answer differs from the last. Silence says nothing."""
+        with suppress(*SILENT):
+            return await self._look() != self._seen
+        return False
 
     async def _look(self) -> policy.ExposureInfo | None:
         listed = (await self._context.exposures.fresh()).exposures

@@ -29,26 +29,32 @@ def nics_wait(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
     """Return what a NIC that is not as wanted waits for."""
     for nic in desired.nics:
         problem = _problem(nic, observed)
-        if problem and not _is_right(nic, observed.nics.get(nic.nic_id)):
-            return WaitStep("NetworkReady", "GroupNotReady", problem)
+        if problem is not None and not _is_right(nic, observed.nics.get(nic.nic_id)):
+            return problem
     return None
 
 
 def nics_blocked(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:
-    """Return what a start has to wait for."""
-    for nic in desired.nics:
-        ready = observed.networks.get(nic.network_uid)
-        if ready is None or ready < nic.network_generation:
-            message = f"network {nic.network} is not ready"
-            return WaitStep("NetworkReady", "NetworkNotReady", message)
-    return nics_wait(desired, observed)
+    """Return what a start has to wait for: every network, and the groups of NICs to be made."""
+    waits = (_network_problem(nic, observed) for nic in desired.nics)
+    return next((wait for wait in waits if wait is not None), nics_wait(desired, observed))
 
 
-def _problem(nic: DesiredNic, observed: ObservedVm) -> str:
+def _problem(nic: DesiredNic, observed: ObservedVm) -> WaitStep | None:
     for name, uid in nic.groups:
         if uid not in observed.groups:
-            return f"security group {name} is not ready"
-    return ""
+            message = f"security group {name} is not ready"
+            return WaitStep("NetworkReady", "GroupNotReady", message)
+    return _network_problem(nic, observed)
+
+
+def _network_problem(nic: DesiredNic, observed: ObservedVm) -> WaitStep | None:
+    """What a NIC may have, such as a public address, is the network's in its newest form."""
+    ready = observed.networks.get(nic.network_uid)
+    if ready is not None and ready >= nic.network_generation:
+        return None
+    message = f"network {nic.network} is not ready"
+    return WaitStep("NetworkReady", "NetworkNotReady", message)
 
 
 def _is_right(nic: DesiredNic, seen: ObservedNic | None) -> bool:

@@ -280,6 +280,28 @@ async def test_a_public_address_has_one_network_and_is_kept_while_it_is_used() -
         await settled(bench, network(publicAddresses=["192.0.2.9"]))
 
 
+@simulated
+async def test_a_public_address_comes_with_its_network_in_one_request() -> None:
+    async with open_bench() as bench:
+        await settled(bench, image(), network(), member("web"))
+        nwd = bench.machine.host.nwd
+        real = nwd._EnsureNetworkTopology
+        nwd._EnsureNetworkTopology = _down  # type: ignore[method-assign,assignment]
+        public = network(publicAddresses=["192.0.2.9"])
+        await bench.apply(public, member("web", publicAddress="192.0.2.9"))
+        await wait_until(lambda: bench.condition("NetworkReady")[0] != "True", timeout_s=60)
+        (nic,) = nwd.nics.values()
+        assert nic.last is not None
+        assert nic.last.public_address == ""  # not before the network has it
+        nwd._EnsureNetworkTopology = real  # type: ignore[method-assign]
+        await wait_until(lambda: _public(bench) == "192.0.2.9", timeout_s=60)
+
+
+def _public(bench: Bench) -> str:
+    (nic,) = bench.machine.host.nwd.nics.values()
+    return nic.last.public_address if nic.last is not None else ""
+
+
 # --- exposures
 
 
