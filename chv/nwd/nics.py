@@ -7,6 +7,7 @@ would need it fail with InUse.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from ipaddress import IPv4Network, IPv6Network
 
@@ -18,9 +19,10 @@ from chv.common.wire.nwd import AttachVmNic, GuestConnection, NicInfo
 from chv.nwd import guest_connection, observe, shaping, stats
 from chv.nwd.addresses import gateway6
 from chv.nwd.keeper import DETACH, Keeper
-from chv.nwd.kernel import netns, tap
+from chv.nwd.kernel import links, netns, tap
 from chv.nwd.networks import refuse_stale
 from chv.nwd.nic_rows import NicRows
+from chv.nwd.plan import BRIDGE
 from chv.nwd.records import Network, Nic, Wanted
 
 ATTACH, OPEN = "attach", "open"
@@ -82,7 +84,7 @@ class Nics:
             await self._keeper.end_lease6(row)  # what starts now may be another system
             name = self._parts.layout.tap(nic_id)
             path = self._parts.netns_path(row.network_id)
-            fds = await netns.inside(path, lambda: tap.open_for_vmm(name, row.queues))
+            fds = await netns.inside(path, lambda: _open(name, row.queues))
         return self.info(nic_id), fds
 
     async def connect(
@@ -194,3 +196,15 @@ class Nics:
                 resource=old.nic_id,
                 hint="the number of queues changes while the VM is off",
             )
+
+
+def _open(name: str, queues: int) -> list[int]:
+    """In the namespace: open a tap; the kernel notices at once, asked for the links, that it is."""
+    fds = tap.open_for_vmm(name, queues)
+    try:
+        links.read([name, BRIDGE])
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds

@@ -67,5 +67,9 @@ def _ipv6_of(name: str) -> dict[str, str]:
         f"net.ipv6.conf.{name}.addr_gen_mode": "1",
         f"net.ipv6.conf.{name}.accept_ra": "0",
         f"net.ipv6.conf.{name}.accept_redirects": "0",
+        # Else the kernel waits up to a second, once the link is up, before it hears who asks for
+        # its addresses.
+        f"net.ipv6.conf.{name}.router_solicitation_delay": "0",
+        f"net.ipv6.conf.{name}.router_solicitations": "0",
         f"net.ipv6.conf.{name}.disable_ipv6": "0",
     }

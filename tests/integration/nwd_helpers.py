@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,6 +80,10 @@ def meta(generation: int = 1) -> CallMeta:
     return CallMeta(operation_id=IDS.operation(), generation=generation)
 
 
+def _write_sysctl(name: str, value: str) -> None:
+    Path(f"/proc/sys/net/{name}").write_text(value)
+
+
 class Sandbox:
     """A pretend host with an uplink to a pretend world."""
 
@@ -98,6 +103,8 @@ class Sandbox:
             (self.wan, WAN_ADDRESS6, "eth0"),
         ):
             ip("-n", name, "address", "add", f"{address}/64", "dev", link, "nodad")
+            # A real host has been up for longer than a link-local address needs to settle.
+            inside(name, partial(_write_sysctl, f"ipv6/conf/{link}/accept_dad", "0"))
         ip("-n", self.host, "link", "set", "wan0", "up")
         ip("-n", self.wan, "link", "set", "eth0", "up")
         ip("-n", self.host, "route", "add", "default", "via", WAN_ADDRESS)

@@ -121,12 +121,15 @@ def _input(network: NetworkRules, bridge: str, six: bool) -> str:
 
 def _input_before6(network: NetworkRules, bridge: str) -> str:
     """Neighbour discovery has no connections, and an uplink needs it as well."""
-    uplink = f"  iifname {text.link(network.uplink)} icmpv6 type {_ND} ip6 hoplimit 255 accept\n"
+    uplink = ""
+    if network.uplink:
+        link = text.link(network.uplink)
+        uplink = f"  iifname {link} icmpv6 type {_ND} ip6 hoplimit 255 accept\n"
     return f"""  iifname {bridge} ip6 saddr fe80::/10 udp sport 546 udp dport 547 accept
   iifname {bridge} icmpv6 type {_ND} ip6 hoplimit 255 accept
   iifname {bridge} icmpv6 type nd-router-solicit ip6 hoplimit 255 accept
   iifname {bridge} icmpv6 type {_MLD} accept
-{uplink if network.uplink else ""}"""
+{uplink}"""
 
 
 def _input_after6(network: NetworkRules, bridge: str) -> str:
