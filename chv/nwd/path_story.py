@@ -68,10 +68,9 @@ class Trail:
         """Return where it was dropped."""
         return next((each for each in self.passes() if each[1].verdict == "drop"), None)
 
-    def accepted(self, hook: str) -> Event | None:
-        """Return what let it pass at a hook."""
-        found = [event for at, event in self.passes() if at == hook and event.verdict == "accept"]
-        return found[-1] if found else None
+    def accepted(self, hook: str) -> list[Event]:
+        """Return what let it pass at a hook: one thing for each chain that is asked there."""
+        return [event for at, event in self.passes() if at == hook and event.verdict == "accept"]
 
     def last_packet(self, default: Packet) -> Packet:
         """Return the packet as the rules saw it last."""
@@ -100,13 +99,12 @@ def leaves_host(scene: Scene, host: Trail) -> Sighting | None:
 
 def is_settled(scene: Scene, trail: Trail, host: Trail | None) -> bool:
     """Tell whether all that matters has been seen."""
-    if trail.drop() is not None or trail.accepted(INPUT) is not None:
+    if trail.drop() is not None or trail.accepted(INPUT):
         return True
     left = leaves(scene, trail)
     if left is None or left.link != scene.uplink or host is None:
         return left is not None
-    ends = (host.drop(), host.accepted(INPUT), leaves_host(scene, host))
-    return any(each is not None for each in ends)
+    return bool(host.drop() or host.accepted(INPUT) or leaves_host(scene, host))
 
 
 # --- telling
@@ -216,15 +214,14 @@ def _passed(
     trail, host = trails
     final, route = end
     let_in = trail.accepted(INPUT)
-    if let_in is not None:
-        steps.append(_rule_step("rules", trail, let_in, "the gateway takes it"))
+    if let_in:
+        steps.append(_rule_step("rules", trail, let_in[-1], "the gateway takes it"))
         return _answer(DELIVERED, "services of the gateway are for every guest", steps)
     accepted = trail.accepted(FORWARD)
-    if accepted is not None:
-        steps.append(_rule_step("rules", trail, accepted, "allowed"))
+    steps += [_rule_step("rules", trail, event, "allowed") for event in accepted]
     left = leaves(scene, trail)
     if left is None:
-        verdict = DROPPED if accepted is None and not route else UNKNOWN
+        verdict = DROPPED if not accepted and not route else UNKNOWN
         return _answer(verdict, _lost(trail, accepted, final, route), steps)
     steps += _source_nat(final, left.packet)
     if left.link != scene.uplink:
@@ -243,12 +240,12 @@ def _source_nat(before: Packet, after: Packet) -> Iterator[PathStep]:
         yield PathStep(place="nat", what=f"source {_source(before)} becomes {_source(after)}")
 
 
-def _lost(trail: Trail, accepted: Event | None, final: Packet, route: str) -> str:
+def _lost(trail: Trail, accepted: Sequence[Event], final: Packet, route: str) -> str:
     if not any(event.family != "bridge" for _, event in trail.passes()):
         return "it was not seen beyond the bridge"
     if not route:
         return f"the network has no route to {final.destination}"
-    if accepted is None:
+    if not accepted:
         return "it was not forwarded, and no rule says why"
     return f"the rules let it pass, and nothing answers for {final.destination} there"
 
@@ -279,7 +276,7 @@ def _on_host(
         steps += [_on_hosts_side(each) for each in _source_nat(packet, left.packet)]
         steps.append(PathStep(place="host", what="leaves the host", detail=left.link))
         return _answer(FORWARDED, allowed, steps)
-    if host.accepted(INPUT) is not None:
+    if host.accepted(INPUT):
         steps.append(PathStep(place="host", what="taken by the host itself"))
         return _answer(FORWARDED, allowed, steps)
     steps.append(PathStep(place="host", what="not seen leaving the host"))

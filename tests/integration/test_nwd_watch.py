@@ -163,6 +163,32 @@ async def test_a_kill_in_the_middle_of_an_explanation_leaves_nothing() -> None:
             assert reply.verdict == "forwarded"
 
 
+async def test_a_caller_that_leaves_in_the_middle_leaves_nothing() -> None:
+    async with open_node(start=False) as node:
+        await node.start("nwd.explain.ready=1*hang")
+        network = IDS.uid()
+        await node.ensure(network)
+        nic = await node.attach(network)
+        name = node.layout.netns(network)
+        before = (links_in(node, network), tables_in(name), tables_in(node.sandbox.host))
+        async with open_wire(node, nic.nic_id):
+            with anyio.move_on_after(1):
+                await explain(node, nic.nic_id, WAN_ADDRESS)
+            with anyio.fail_after(5):
+                while "chvx0" in links_in(node, network):
+                    await anyio.sleep(0.05)
+            assert before == (
+                links_in(node, network),
+                tables_in(name),
+                tables_in(node.sandbox.host),
+            )
+            reply = await explain(node, nic.nic_id, WAN_ADDRESS)
+            assert reply.verdict == "forwarded"
+            node.forget_log()
+            await node.ensure(network)
+        assert node.applied() == [], "its generation was carried on as well"
+
+
 async def test_a_capture_sees_both_ways_and_outlives_the_daemon() -> None:
     async with open_node() as node:
         network = IDS.uid()

@@ -28,6 +28,7 @@ from chv.common.wire.nwd_policy import LogEntry
 _TARGET = re.compile(r"(?:\[(?P<six>[^\]]*)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,5}))?\Z")
 _PORT_MAX = 65535
 _MODE = 0o600
+STDOUT = "-"
 
 
 # --- log
@@ -138,12 +139,13 @@ def capture(arguments: argparse.Namespace) -> int:
     request = api.OpenVmCapture(
         name=arguments.vm, namespace=arguments.namespace, interface=arguments.interface
     )
-    with _destination(arguments.write) as out:
-        with connect.client(arguments.socket) as client:
-            reply, fds = client.call_fds(api.OPEN_VM_CAPTURE, request)
-        with socket.socket(fileno=fds[0]) as frames:
-            output.note(f"capturing on interface {reply.interface} (network {reply.network})")
-            _copy(frames, out, arguments.count, duration_s)
+    if arguments.write == STDOUT:
+        _refuse_terminal(sys.stdout.buffer)  # before anything is asked of anybody
+    with connect.client(arguments.socket) as client:
+        reply, fds = client.call_fds(api.OPEN_VM_CAPTURE, request)
+    with socket.socket(fileno=fds[0]) as frames, _destination(arguments.write) as out:
+        output.note(f"capturing on interface {reply.interface} (network {reply.network})")
+        _copy(frames, out, arguments.count, duration_s)
     return 0
 
 
@@ -160,11 +162,9 @@ def _copy(frames: socket.socket, out: BinaryIO, count_max: int, duration_s: floa
 
 @contextmanager
 def _destination(path: str) -> Iterator[BinaryIO]:
-    """Open where to write; a terminal is refused before anything is asked of anybody."""
-    if path == "-":
-        out: BinaryIO = sys.stdout.buffer
-        _refuse_terminal(out)
-        yield out
+    """Open where to write, which is not a terminal."""
+    if path == STDOUT:
+        yield sys.stdout.buffer
         return
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)

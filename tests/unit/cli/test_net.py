@@ -181,7 +181,7 @@ def test_a_file_is_for_its_owner_alone_and_an_unwritable_one_is_refused(tmp_path
         pass
 
 
-def test_a_terminal_is_refused_before_anybody_is_asked() -> None:
+def test_a_terminal_as_a_file_is_refused() -> None:
     leader, follower = os.openpty()
     try:
         with (
@@ -192,6 +192,15 @@ def test_a_terminal_is_refused_before_anybody_is_asked() -> None:
     finally:
         os.close(leader)
         os.close(follower)
+
+
+def test_standard_output_that_is_a_terminal_is_refused_before_anybody_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pcap, "is_terminal", lambda _: True)
+    arguments = build_parser().parse_args(["--socket", "/nowhere", "net", "capture", "hello"])
+    with pytest.raises(InvalidArgument, match="terminal"):
+        net.capture(arguments)
 
 
 def test_loss_is_nothing_where_the_kernel_does_not_count() -> None:
