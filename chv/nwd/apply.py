@@ -1,37 +1,32 @@
-"""Applies one step of a plan to a network. Every step is idempotent and may be cut short anywhere.
+"""Applies a plan to a network. Every step is idempotent and may be cut short anywhere.
 
-The caller holds the network's lock. Errors are those of the parts; none is kept back.
+What a thread in the namespace can do is in `inner`; here is the rest. The caller holds the
+network's lock. Errors are those of the parts; none is kept back.
 """
 
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any, assert_never
 
 import anyio.to_thread
 
 from chv.common.errors import NotFound, OwnershipConflict
-from chv.common.failpoint import failpoint, failpoint_sync
+from chv.common.failpoint import failpoint
 from chv.nwd import runfiles, steps
 from chv.nwd.blueprint import Blueprint, alias_prefix
-from chv.nwd.kernel import links, neighbours, netns, sysctl, tap, tc
+from chv.nwd.inner import Inner, is_inner
+from chv.nwd.kernel import netns, sysctl
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.rtnl import Rtnl
-from chv.nwd.loading import load_rules
 from chv.nwd.observe import Sockets
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, UPLINK
 from chv.nwd.records import Worker
-from chv.nwd.shaping import Shaping
-from chv.nwd.steps import Place, WantedLink
-
-_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
-
-
-def step_name(step: steps.Step) -> str:
-    """Return `make_netns` for MakeNetns: the name in logs and failpoints."""
-    return _WORD.sub("_", type(step).__name__).lower()
+from chv.nwd.steps import Place, WantedLink, step_name
 
 
 class Work:
@@ -52,14 +47,23 @@ class Work:
         self._maybe_blueprint = blueprint
         self._sockets = sockets
         self._verb = verb
+        self._inner = Inner(parts, network_id, blueprint, sockets.links, verb)
 
     @property
     def _blueprint(self) -> Blueprint:
         assert self._maybe_blueprint is not None, "a removal makes nothing"
         return self._maybe_blueprint
 
-    async def apply(self, step: steps.Step) -> None:
-        """Apply a step."""
+    async def apply(self, plan: Sequence[steps.Step]) -> None:
+        """Apply steps in order; those in a row that need the namespace's thread in one trip."""
+        for inside, each in groupby(plan, is_inner):
+            if inside:
+                await netns.inside(self._path, partial(self._inner.apply, list(each)))
+                continue
+            for step in each:
+                await self._apply_one(step)
+
+    async def _apply_one(self, step: steps.Step) -> None:
         name = step_name(step)
         await failpoint(f"nwd.{self._verb}.before_{name}")
         await self._apply(step)
@@ -77,37 +81,21 @@ class Work:
                 await rtnl.add_bridge(link.name, link.mac, link.mtu)
             case steps.MakeUplink(host=host, inner=inner):
                 await self._make_uplink(host, inner)
-            case steps.MakeTap(link=link):
-                found = await netns.inside(self._path, lambda: _make_tap(link))
-                self._sockets.links.update(found)
-            case steps.DropIdleTap(name=name):
-                await netns.inside(self._path, lambda: tap.drop_idle(name))
-                self._sockets.links.pop(name, None)
-            case steps.SetShape(name=name, shaping=wanted):
-                await self._shape(name, wanted)
-            case steps.ClearShape(name=name, ifb=ifb):
-                await self._shape(name, Shaping(ifb=ifb))
-            case steps.LoadRules():
-                await load_rules(self._parts, self._network_id, self._blueprint.rules, self._verb)
             case (
                 steps.DeleteLink()
                 | steps.ChangeLink()
-                | steps.IsolatePort()
                 | steps.LinkUp()
                 | steps.AddAddress()
                 | steps.DeleteAddress()
             ):
                 await self._apply_to_link(step)
-            case (
-                steps.SetDefaultRoute()
-                | steps.AddRoute()
-                | steps.DeleteRoute()
-                | steps.AddProxy()
-                | steps.DeleteProxy()
-            ):
+            case steps.SetDefaultRoute() | steps.AddRoute() | steps.DeleteRoute():
                 await self._apply_to_paths(step)
-            case steps.WriteFiles() | steps.StopDns() | steps.StartDns() | steps.TellDns():
-                await self._apply_to_dns(step)
+            case steps.StopDns():
+                await self._parts.workers.stop(self._network_id)
+            case steps.StartDns():
+                await self._start_dns()
+                await anyio.to_thread.run_sync(self._inner.note_told)
             case steps.RemoveNetns():
                 self._forget_rules()
                 await anyio.to_thread.run_sync(netns.remove, self._name)
@@ -115,14 +103,13 @@ class Work:
                 directory = self._parts.layout.network_run(self._network_id)
                 await anyio.to_thread.run_sync(runfiles.remove, directory)
             case _:
-                assert_never(step)
+                raise TypeError(f"{step_name(step)} is for the namespace's thread")
 
     # --- links
     async def _apply_to_link(
         self,
         step: steps.DeleteLink
         | steps.ChangeLink
-        | steps.IsolatePort
         | steps.LinkUp
         | steps.AddAddress
         | steps.DeleteAddress,
@@ -132,12 +119,11 @@ class Work:
                 await self._delete(place, name)
             case steps.ChangeLink(place=place, link=wanted):
                 await self._change(place, wanted)
-            case steps.IsolatePort(name=name, isolated=isolated):
-                rtnl, link = await self._find(Place.INNER, name)
-                await rtnl.change(link, isolated=isolated)
             case steps.LinkUp(place=place, name=name):
                 rtnl, link = await self._find(place, name)
                 await rtnl.change(link, up=True)
+                if place is Place.HOST:
+                    await self._notice_carrier()
             case steps.AddAddress(place=place, name=name, cidr=cidr):
                 rtnl, link = await self._find(place, name)
                 await rtnl.add_address(link, cidr)
@@ -147,25 +133,20 @@ class Work:
             case _:
                 assert_never(step)
 
-    async def _apply_to_paths(self, step: steps.PathStep) -> None:
+    async def _apply_to_paths(
+        self, step: steps.SetDefaultRoute | steps.AddRoute | steps.DeleteRoute
+    ) -> None:
         match step:
             case steps.SetDefaultRoute(gateway=gateway):
                 rtnl, link = await self._find(Place.INNER, UPLINK)
                 await rtnl.replace_default_route(link, gateway)
+                await self._notice_carrier()
             case steps.AddRoute(name=name, target=target, gateway=gateway):
                 rtnl, link = await self._find(Place.HOST, name)
                 await rtnl.add_route(link, target, gateway)
             case steps.DeleteRoute(name=name, target=target, gateway=gateway):
                 rtnl, link = await self._find(Place.HOST, name)
                 await rtnl.delete_route(link, target, gateway)
-            case steps.AddProxy(address=address):
-                _, bridge = await self._find(Place.INNER, BRIDGE)
-                index = bridge.index
-                await netns.inside(self._path, lambda: neighbours.add_proxy(index, address))
-            case steps.DeleteProxy(address=address):
-                _, bridge = await self._find(Place.INNER, BRIDGE)
-                index = bridge.index
-                await netns.inside(self._path, lambda: neighbours.delete_proxy(index, address))
             case _:
                 assert_never(step)
 
@@ -191,6 +172,17 @@ class Work:
         if place is Place.INNER:
             self._sockets.links[name] = link
         return rtnl, link
+
+    async def _notice_carrier(self) -> None:
+        """Let both ends of the uplink know that the other is up.
+
+        The kernel tells IPv6 of it up to a second later; asking for a link makes it do so now.
+        """
+        for rtnl, name in (
+            (await self._sockets.inner(), UPLINK),
+            (await self._sockets.host(), self._parts.layout.uplink(self._network_id)),
+        ):
+            await rtnl.link(name)
 
     async def _delete(self, place: Place, name: str) -> None:
         rtnl = await self._rtnl(place)
@@ -239,12 +231,6 @@ class Work:
         finally:
             os.close(fd)
 
-    async def _shape(self, name: str, wanted: Shaping) -> None:
-        def done(change: str) -> None:
-            failpoint_sync(f"nwd.{self._verb}.shape_{change}")
-
-        await netns.inside(self._path, lambda: tc.apply(name, wanted, done))
-
     # --- rules and names
     def _forget_rules(self) -> None:
         """The namespace goes or is new: what we know of its rules is void."""
@@ -252,27 +238,6 @@ class Work:
         self._parts.loaded.pop(self._network_id, None)
         directory = self._parts.layout.network_run(self._network_id)
         (directory / runfiles.RULES).unlink(missing_ok=True)
-
-    async def _apply_to_dns(
-        self, step: steps.WriteFiles | steps.StopDns | steps.StartDns | steps.TellDns
-    ) -> None:
-        layout, workers = self._parts.layout, self._parts.workers
-        match step:
-            case steps.WriteFiles():
-                await anyio.to_thread.run_sync(
-                    runfiles.write_files, layout, self._network_id, self._blueprint.files
-                )
-            case steps.StopDns():
-                await workers.stop(self._network_id)
-            case steps.StartDns():
-                await self._start_dns()
-                await self._note_told()
-            case steps.TellDns():
-                await workers.tell(self._network_id)
-                await failpoint(f"nwd.{self._verb}.dns_told")
-                await self._note_told()
-            case _:
-                assert_never(step)
 
     async def _start_dns(self) -> None:
         _, bridge = await self._find(Place.INNER, BRIDGE)
@@ -283,19 +248,3 @@ class Work:
             bridge_index=bridge.index,
         )
         await self._parts.workers.start(worker, self._blueprint.configuration, self._verb)
-
-    async def _note_told(self) -> None:
-        process = self._parts.workers.process(self._network_id)
-        assert process is not None
-        runfiles.note_told(
-            self._parts.layout,
-            self._network_id,
-            process.worker_id,
-            self._blueprint.desired.files,
-        )
-
-
-def _make_tap(wanted: WantedLink) -> dict[str, Link]:
-    """In the namespace: make it, and see what the kernel made of it."""
-    tap.make(wanted.name, wanted.owner_uid, is_multi_queue=wanted.queues > 1)
-    return links.read([wanted.name])

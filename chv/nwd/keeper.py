@@ -14,6 +14,7 @@ from functools import partial
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 
 from chv.common import logs
@@ -22,7 +23,7 @@ from chv.common.errors import ChvError, Internal, Unavailable
 from chv.common.failpoint import failpoint
 from chv.common.process import WorkerRecord
 from chv.nwd import dnsmasq, plan, runfiles, sweeping
-from chv.nwd.apply import Work, step_name
+from chv.nwd.apply import Work
 from chv.nwd.balancing import Balancer, without_health
 from chv.nwd.blueprint import Blueprint, gateway6
 from chv.nwd.host import Host
@@ -31,12 +32,13 @@ from chv.nwd.loading import load_rules
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.metadata_server import MetadataServer
 from chv.nwd.nft import rules
-from chv.nwd.observe import Sockets, observe, observe_nic
+from chv.nwd.nic_pass import NicPass
+from chv.nwd.observe import Sockets, observe
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, DnsState
 from chv.nwd.policy import takes_new
 from chv.nwd.records import Health, Network, Nic, Wanted
-from chv.nwd.steps import Step
+from chv.nwd.steps import Step, step_name
 
 log = logs.get(__name__)
 RESYNC_S = 15.0
@@ -118,7 +120,7 @@ class Keeper:
             if self.parts.records.exposures_of(row.network_id):
                 await self.host.converge()
             ruleset = rules.render(self.parts.network_rules(row))
-            await load_rules(self.parts, row.network_id, ruleset, verb)
+            await anyio.to_thread.run_sync(load_rules, self.parts, row.network_id, ruleset, verb)
         except (ChvError, OSError) as error:
             log.info("rules_not_loaded", network_id=row.network_id, verb=verb, error=error)
             return False
@@ -191,16 +193,14 @@ class Keeper:
     async def _settle_nic(self, row: Network, nic: Nic, verb: str) -> bool:
         """Apply what concerns one NIC; False where the whole network must be looked at."""
         network_id = row.network_id
-        tap = self.parts.layout.tap(nic.nic_id)
-        async with AsyncExitStack() as stack:
-            sockets = Sockets(stack, self.parts.netns_path(network_id))
-            observed = await observe_nic(self.parts, network_id, tap, sockets)
-            if observed is None or observed.dns is not DnsState.ALIVE:
-                return False
-            blueprint = self.parts.blueprint(row)
-            steps = plan.plan_nic(blueprint.desired, observed, tap)
-            work = Work(self.parts, network_id, blueprint, sockets, verb)
-            await self._apply(work, steps, network_id, verb)
+        path = self.parts.netns_path(network_id)
+        if await self.parts.workers.state(network_id, path) is not DnsState.ALIVE:
+            return False
+        one = NicPass(self.parts, nic, self.parts.blueprint(row), verb)
+        steps = await anyio.to_thread.run_sync(one.run)
+        if steps is None:
+            return False
+        _note_applied(steps, network_id, verb)
         return True
 
     async def _remove(self, row: Network) -> None:
@@ -229,11 +229,8 @@ class Keeper:
         self.balancer.refresh(network_id)
 
     async def _apply(self, work: Work, steps: list[Step], network_id: str, verb: str) -> None:
-        for step in steps:
-            await work.apply(step)
-        if steps:
-            names = [step_name(step) for step in steps]
-            log.info("applied", network_id=network_id, verb=verb, steps=names)
+        await work.apply(steps)
+        _note_applied(steps, network_id, verb)
 
     # --- watching
     def _watch(self, network_id: str) -> None:
@@ -299,6 +296,12 @@ class Keeper:
         while True:
             await anyio.sleep(RESYNC_S)
             await self.resync()
+
+
+def _note_applied(steps: list[Step], network_id: str, verb: str) -> None:
+    if steps:
+        names = [step_name(step) for step in steps]
+        log.info("applied", network_id=network_id, verb=verb, steps=names)
 
 
 def _end_traces(nic: Nic, gateway: str) -> None:

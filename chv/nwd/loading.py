@@ -1,7 +1,7 @@
 """Loads the rules of one network: the smallest transaction that we can tell, noted as it stands.
 
-The caller holds the network's lock. Fails with Conflict when somebody else changed rules in the
-same moment; the next pass then loads all of them.
+Blocking: call in a thread. The caller holds the network's lock. Fails with Conflict when somebody
+else changed rules in the same moment; the next pass then loads all of them.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from chv.nwd.nft.text import Ruleset
 from chv.nwd.parts import Parts
 
 
-async def load_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str) -> None:
+def load_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str) -> None:
     """Bring the rules in a network's namespace up to date."""
 
     def note(applied: Applied) -> None:
-        """In a thread, right after the rules were loaded."""
         failpoint_sync(f"nwd.{verb}.rules_loaded")
         runfiles.note_rules(runfiles.prepare(parts.layout, network_id), applied)
 
-    if network_id not in parts.loaded and await _stand(parts, network_id, ruleset):
+    if network_id not in parts.loaded and _stand(parts, network_id, ruleset):
         return  # loaded before this process began
     before = parts.loaded.pop(network_id, None)
-    loaded = await parts.nft.load(parts.netns_path(network_id), ruleset, before, note)
+    loaded = parts.nft.load_now(parts.netns_path(network_id), ruleset, before, note)
     if loaded is None:
         raise Conflict("somebody changed nft rules in the same moment", resource=network_id)
     parts.loaded[network_id] = loaded
 
 
-async def _stand(parts: Parts, network_id: str, ruleset: Ruleset) -> bool:
+def _stand(parts: Parts, network_id: str, ruleset: Ruleset) -> bool:
     """Tell whether these very rules stand, as an earlier process has noted it."""
     noted = runfiles.applied_rules(parts.layout.network_run(network_id))
     if noted is None or noted.digest != ruleset.digest:
         return False
     path = parts.netns_path(network_id)
-    now = await netns.inside(path, lambda: (netns.inode(path), nft_generation.read()))
+    now = netns.call_in(path, lambda: (netns.inode(path), nft_generation.read()))
     return (noted.inode, noted.generation) == now

@@ -68,12 +68,8 @@ class _Look:
     shapes: Mapping[str, SeenShape] = field(default_factory=dict)
 
 
-def _look(parts: Parts, network_id: str, names: Sequence[str], guests: Sequence[str]) -> _Look:
-    """In a thread: everything that blocks.
-
-    Without `names` every link, setting, route and proxied address; with them those links and
-    which of `guests` is proxied.
-    """
+def _look(parts: Parts, network_id: str) -> _Look:
+    """In a thread: everything that blocks."""
     state = NetnsState(netns.presence(parts.layout.netns(network_id)).value)
     files = runfiles.files_digest(parts.layout.network_run(network_id))
     if state is not NetnsState.PRESENT:
@@ -83,29 +79,22 @@ def _look(parts: Parts, network_id: str, names: Sequence[str], guests: Sequence[
     wanted = inner_sysctls(row.topology) if row is not None else {}
 
     def visit() -> _Look:
-        found = links.read(names) if names else links.read_all()
+        found = links.read_all()
+        bridge = found.get(BRIDGE)
         return _Look(
             state=state,
             files=files,
             generation=nft_generation.read(),
             socket=open_socket(),
             inode=netns.inode(path),
-            sysctls_right=bool(names) or not sysctl.differing(wanted),
+            sysctls_right=not sysctl.differing(wanted),
             links=found,
-            routes=() if names else routes.read(),
-            proxies=_proxies(found.get(BRIDGE), guests, is_whole=not names),
+            routes=routes.read(),
+            proxies=neighbours.proxied_all(bridge.index) if bridge is not None else frozenset(),
             shapes=tc.read(found, _ifbs(parts, network_id, found)),
         )
 
     return netns.call_in(path, visit)
-
-
-def _proxies(bridge: Link | None, guests: Sequence[str], *, is_whole: bool) -> frozenset[str]:
-    if bridge is None:
-        return frozenset()
-    if is_whole:
-        return neighbours.proxied_all(bridge.index)
-    return neighbours.proxied(bridge.index, guests) if guests else frozenset()
 
 
 def _ifbs(parts: Parts, network_id: str, found: Mapping[str, Link]) -> dict[str, str]:
@@ -117,7 +106,7 @@ def _ifbs(parts: Parts, network_id: str, found: Mapping[str, Link]) -> dict[str,
 
 async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNetwork:
     """Return everything about a network."""
-    look = await anyio.to_thread.run_sync(_look, parts, network_id, (), ())
+    look = await anyio.to_thread.run_sync(_look, parts, network_id)
     around = await _around(parts, network_id, look)
     host = await _host_uplink(parts, network_id, sockets)
     around = replace(
@@ -152,33 +141,6 @@ def _default_gateways(look: _Look) -> frozenset[str]:
     )
 
 
-async def observe_nic(
-    parts: Parts, network_id: str, tap: str, sockets: Sockets
-) -> ObservedNetwork | None:
-    """Return what concerns one NIC; None where the network around it needs a whole look."""
-    names = (BRIDGE, tap, parts.layout.ifb_of(tap))
-    guests = [
-        nic.address6
-        for nic in parts.records.nics_of(network_id)
-        if nic.address6 and parts.layout.tap(nic.nic_id) == tap
-    ]
-    look = await anyio.to_thread.run_sync(_look, parts, network_id, names, guests)
-    if look.state is not NetnsState.PRESENT:
-        return None
-    await sockets.adopt(look.socket)
-    sockets.links = dict(look.links)
-    bridge = sockets.links.get(BRIDGE)
-    if bridge is None or not bridge.up:
-        return None
-    return replace(
-        await _around(parts, network_id, look),
-        links=seen(sockets.links, {}),
-        shapes=look.shapes,
-        proxies=look.proxies,
-        bridge=bridge.index,
-    )
-
-
 async def carriers(parts: Parts, taps: Mapping[str, Sequence[str]]) -> frozenset[str]:
     """Return which of the taps, given by network, some process holds open."""
     return await anyio.to_thread.run_sync(_carriers, parts, taps)
@@ -205,7 +167,7 @@ async def _around(parts: Parts, network_id: str, look: _Look) -> ObservedNetwork
     return ObservedNetwork(
         netns=look.state,
         sysctls_right=look.sysctls_right,
-        rules=_rules(parts, network_id, look),
+        rules=standing_rules(parts, network_id, (look.inode, look.generation)),
         files=look.files,
         told=runfiles.told(directory, process.worker_id) if process is not None else "",
         dns=state,
@@ -245,8 +207,11 @@ def _look_at_host(link: int, wanted: Mapping[str, str]) -> tuple[list[Route], bo
     return routes.read(link), not sysctl.differing(wanted)
 
 
-def _rules(parts: Parts, network_id: str, look: _Look) -> str:
-    """Return the digest of the rules that stand, if nobody changed them since we loaded them."""
+def standing_rules(parts: Parts, network_id: str, now: tuple[int, int]) -> str:
+    """Return the digest of the rules that stand, if nobody changed them since we loaded them.
+
+    `now`: the namespace and the generation of its rules.
+    """
     loaded = parts.loaded.get(network_id)
     if loaded is not None:
         applied = loaded.applied
@@ -255,8 +220,7 @@ def _rules(parts: Parts, network_id: str, look: _Look) -> str:
         if noted is None:
             return ""
         applied = noted
-    right = (applied.inode, applied.generation) == (look.inode, look.generation)
-    return applied.digest if right else ""
+    return applied.digest if (applied.inode, applied.generation) == now else ""
 
 
 def seen(found: Mapping[str, Link], addresses: Mapping[int, frozenset[str]]) -> dict[str, SeenLink]:

@@ -6,6 +6,7 @@ still always the old or the new one. Blocking: call in a thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -19,6 +20,9 @@ from chv.nwd.nft.ruleset import Applied
 
 RULES, TOLD = "rules.json", "told"
 _MODE = 0o640
+_READ = (dnsmasq.HOSTS, dnsmasq.NAMES)
+# How the files of a network looked when they were written, and their digest.
+_WRITTEN: dict[Path, tuple[tuple[tuple[int, ...], ...], str]] = {}
 
 
 def base(layout: Layout) -> Path:
@@ -34,11 +38,12 @@ def prepare(layout: Layout, network_id: str) -> Path:
     return directory
 
 
-def replace(path: Path, text: str, gid: int) -> None:
+def replace(path: Path, text: str, gid: int) -> os.stat_result:
     """Write a file at once; without a sync, for it does not outlive this boot anyway."""
     with temporary_beside(path, mode=_MODE, uid=0, gid=gid) as (fd, temporary):
         os.write(fd, text.encode())
         temporary.replace(path)
+        return os.fstat(fd)
 
 
 def read(path: Path) -> str:
@@ -51,19 +56,34 @@ def read(path: Path) -> str:
 
 def files_digest(directory: Path) -> str:
     """Return the digest of the files that dnsmasq reads, as they are now."""
-    if not directory.is_dir():
+    if not directory.is_dir() or not all((directory / name).is_file() for name in _READ):
         return ""
-    names = (dnsmasq.HOSTS, dnsmasq.NAMES)
-    if not all((directory / name).is_file() for name in names):
-        return ""
-    return dnsmasq.files_digest({name: read(directory / name) for name in names})
+    return dnsmasq.files_digest({name: read(directory / name) for name in _READ})
+
+
+def files_digest_again(directory: Path) -> str:
+    """Return the same, unread where the files look as they did when we wrote them.
+
+    Good enough between two passes that read them.
+    """
+    known = _WRITTEN.get(directory)
+    if known is not None:
+        with contextlib.suppress(FileNotFoundError):
+            if known[0] == tuple(_mark((directory / name).lstat()) for name in _READ):
+                return known[1]
+    return files_digest(directory)
+
+
+def _mark(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def write_files(layout: Layout, network_id: str, files: dict[str, str]) -> None:
     """Write the files that dnsmasq reads."""
     directory = prepare(layout, network_id)
-    for name, text in files.items():
-        replace(directory / name, text, layout.dns_uid)
+    written = {name: replace(directory / name, files[name], layout.dns_uid) for name in files}
+    marks = tuple(_mark(written[name]) for name in _READ)
+    _WRITTEN[directory] = (marks, dnsmasq.files_digest(files))
 
 
 def empty_leases(layout: Layout, network_id: str) -> None:
@@ -109,5 +129,6 @@ def tidy(directory: Path, keep: str) -> None:
 
 def remove(directory: Path) -> None:
     """Remove the directory of a network."""
+    _WRITTEN.pop(directory, None)
     if directory.is_dir() and not directory.is_symlink():
         shutil.rmtree(directory)

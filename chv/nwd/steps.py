@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 from chv.nwd.shaping import UNSHAPED, Shaping
+
+_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 class Place(enum.Enum):
@@ -243,3 +246,8 @@ Step = (
     | RemoveNetns
     | RemoveFiles
 )
+
+
+def step_name(step: Step) -> str:
+    """Return `make_netns` for MakeNetns: the name in logs and failpoints."""
+    return _WORD.sub("_", type(step).__name__).lower()

@@ -8,6 +8,7 @@ Fails with Unavailable when it ends too often or does not come up.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections import defaultdict, deque
 from pathlib import Path
@@ -33,6 +34,7 @@ from chv.common.process import (
 )
 from chv.nwd import dnsmasq, runfiles
 from chv.nwd.kernel import netns
+from chv.nwd.nft.text import digest
 from chv.nwd.plan import DnsState
 from chv.nwd.records import Records, Worker
 
@@ -97,9 +99,15 @@ class Workers:
         return row
 
     def configuration(self, network_id: str) -> str:
-        """Return the digest of what the recorded process was started with."""
+        """Return the digest of what the recorded process was started with.
+
+        Empty when its program has been replaced since: then it is due for a restart as well.
+        """
         row = self._records.workers.get(network_id)
-        return row.conf_digest if row is not None else ""
+        if row is None:
+            return ""
+        configuration, _, program = row.conf_digest.partition(":")
+        return configuration if program in ("", _program()) else ""
 
     def bridge(self, network_id: str) -> int:
         """Return the number of the bridge that the recorded process is bound to."""
@@ -159,7 +167,8 @@ class Workers:
         await anyio.to_thread.run_sync(runfiles.replace, conf, configuration, self._layout.dns_uid)
         await anyio.to_thread.run_sync(_shorten, directory / dnsmasq.LOG)
         await anyio.to_thread.run_sync(runfiles.empty_leases, self._layout, network_id)
-        row = msgspec.structs.replace(plan, worker_id=worker_id)
+        started_with = f"{plan.conf_digest}:{_program()}"
+        row = msgspec.structs.replace(plan, worker_id=worker_id, conf_digest=started_with)
         await self._records.put_worker(row)
         await failpoint(f"nwd.{verb}.dns_intent")
         process = await self._provider.spawn(self._spec(network_id, worker_id, conf))
@@ -194,8 +203,8 @@ class Workers:
             resource=network_id,
         )
 
-    async def tell(self, network_id: str) -> None:
-        """Let it read its files again."""
+    def tell(self, network_id: str) -> None:
+        """Let it read its files again; does not block."""
         process = self.process(network_id)
         if process is not None:
             send(process, signal.SIGHUP)
@@ -245,6 +254,15 @@ def _listens(pid: int) -> bool:
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     handles = int(caught.split()[1], 16) & _SIGHUP_BIT
     return bool(handles) and all(mark in udp for mark in _BOUND)
+
+
+def _program() -> str:
+    """Tell one dnsmasq program from the next that is put in its place; empty: there is none."""
+    path = shutil.which(dnsmasq.PROGRAM)
+    if path is None:
+        return ""
+    status = Path(path).stat()
+    return digest(f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}")
 
 
 def _shorten(path: Path) -> None:

@@ -87,13 +87,14 @@ def read(names: Iterable[str]) -> dict[str, Link]:
     found = {}
     with translated("looking up links"), netlink.open_socket(netlink.ROUTE) as ask:
         for name in names:
-            link = _read_one(ask, name)
+            link = read_one(ask, name)
             if link is not None:
                 found[name] = link
     return found
 
 
-def _read_one(ask: socket.socket, name: str) -> Link | None:
+def read_one(ask: socket.socket, name: str) -> Link | None:
+    """Return a link, None where there is none."""
     body = _get(ask, _request(0, netlink.attribute(_IFNAME, name.encode() + b"\0")))
     return parse(body) if body is not None else None
 

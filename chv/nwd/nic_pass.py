@@ -1,0 +1,80 @@
+"""One NIC of a network that is otherwise right: observed, planned and applied in one trip.
+
+An attach waits for one thread in the namespace and for nothing else. The caller holds the network's
+lock and knows that its dnsmasq lives. None comes back where the whole network must be looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chv.nwd import runfiles
+from chv.nwd.blueprint import Blueprint
+from chv.nwd.inner import Inner, is_inner
+from chv.nwd.kernel import links, neighbours, netns, nft_generation, tc
+from chv.nwd.kernel.errors import translated
+from chv.nwd.kernel.links import Link
+from chv.nwd.observe import seen, standing_rules
+from chv.nwd.parts import Parts
+from chv.nwd.plan import BRIDGE, DnsState, NetnsState, ObservedNetwork, plan_nic
+from chv.nwd.records import Nic
+from chv.nwd.steps import Step
+
+
+@dataclass(frozen=True, slots=True)
+class NicPass:
+    """What is needed for it. `blueprint` is the network's."""
+
+    parts: Parts
+    nic: Nic
+    blueprint: Blueprint
+    verb: str
+
+    def run(self) -> list[Step] | None:
+        """Return the steps that were taken. Blocks."""
+        path = self.parts.netns_path(self.nic.network_id)
+        with translated("looking at a NIC"):
+            name = self.parts.layout.netns(self.nic.network_id)
+            if netns.presence(name) is not netns.Presence.PRESENT:
+                return None
+            inode = netns.inode(path)
+        return netns.call_in(path, lambda: self._inside(inode))
+
+    def _inside(self, inode: int) -> list[Step] | None:
+        found = self._links()
+        bridge = found.get(BRIDGE)
+        if bridge is None or not bridge.up:
+            return None
+        observed = self._observed(found, bridge, inode)
+        steps = plan_nic(self.blueprint.desired, observed, self._tap)
+        if not all(is_inner(step) for step in steps):
+            return None
+        Inner(self.parts, self.nic.network_id, self.blueprint, found, self.verb).apply(steps)
+        return steps
+
+    @property
+    def _tap(self) -> str:
+        return self.parts.layout.tap(self.nic.nic_id)
+
+    def _links(self) -> dict[str, Link]:
+        return links.read((BRIDGE, self._tap, self.parts.layout.ifb_of(self._tap)))
+
+    def _observed(self, found: dict[str, Link], bridge: Link, inode: int) -> ObservedNetwork:
+        parts, network_id = self.parts, self.nic.network_id
+        directory = parts.layout.network_run(network_id)
+        process = parts.workers.process(network_id)
+        guests = [self.nic.address6] if self.nic.address6 else []
+        shaped = {self._tap: parts.layout.ifb_of(self._tap)} if self._tap in found else {}
+        return ObservedNetwork(
+            netns=NetnsState.PRESENT,
+            links=seen(found, {}),
+            shapes=tc.read(found, shaped) if shaped else {},
+            proxies=neighbours.proxied(bridge.index, guests) if guests else frozenset(),
+            rules=standing_rules(parts, network_id, (inode, nft_generation.read())),
+            files=runfiles.files_digest_again(directory),
+            told=runfiles.told(directory, process.worker_id) if process is not None else "",
+            dns=DnsState.ALIVE,
+            dns_configuration=parts.workers.configuration(network_id),
+            dns_bridge=parts.workers.bridge(network_id),
+            bridge=bridge.index,
+        )
