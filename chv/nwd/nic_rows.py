@@ -25,6 +25,7 @@ from chv.nwd import addresses
 from chv.nwd.kernel.errors import BRIDGE_PORTS_MAX
 from chv.nwd.members import Members
 from chv.nwd.records import Network, Nic, Records, Wanted
+from chv.nwd.topology import refuse_recorded_name
 
 TAPS_KEPT_MAX = 16384
 
@@ -44,6 +45,7 @@ class NicRows:
             _refuse_change(request, old)
         members = self._records.members(network.network_id)
         self._refuse_duplicates(request, members)
+        refuse_recorded_name(network.topology, request.hostname)
         groups = self._groups(request, network)
         address = self._address(request, old, network)
         return Nic(

@@ -139,9 +139,10 @@ class Rtnl:
 
     async def delete_route(self, link: Link, target: str, gateway: str) -> None:
         """Remove a route by a link; one that is gone already is fine."""
+        by = {"gateway": gateway} if gateway else {}
         with translated(f"removing the route to {target}"):
             try:
-                await self._ipr.route("del", dst=target, gateway=gateway, oif=link.index)
+                await self._ipr.route("del", dst=target, oif=link.index, **by)
             except NetlinkError as error:
                 if error.code not in (errno.ESRCH, errno.ENODEV):
                     raise
