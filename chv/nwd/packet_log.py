@@ -135,17 +135,26 @@ class PacketLogs:
     async def _read(
         self, network_id: str, listener: socket.socket, scope: anyio.CancelScope
     ) -> None:
+        try:
+            with listener, scope:
+                await self._gather(network_id, listener)
+        except Exception as error:  # noqa: BLE001  the firewall of one network's log
+            log.warning("packet_log_failed", network_id=network_id, error=error)
+            known = self._readers.get(network_id)
+            if known is not None and known[1] is scope:
+                del self._readers[network_id]  # opened again by the next look
+
+    async def _gather(self, network_id: str, listener: socket.socket) -> None:
         ring = self._rings.setdefault(network_id, Ring(base=1 + int(anyio.current_time() * 1000)))
         ring.expected = 0
-        with listener, scope:
-            while True:
-                await anyio.wait_readable(listener)
-                for logged in nflog.receive(listener):
-                    ring.count(logged.number)
-                    entry = entry_of(logged, network_id, self._parts.records)
-                    if entry is not None:
-                        ring.add(entry)
-                await anyio.lowlevel.checkpoint()  # a flood of one does not hold up others
+        while True:
+            await anyio.wait_readable(listener)
+            for logged in nflog.receive(listener):
+                ring.count(logged.number)
+                entry = entry_of(logged, network_id, self._parts.records)
+                if entry is not None:
+                    ring.add(entry)
+            await anyio.lowlevel.checkpoint()  # a flood of one does not hold up others
 
 
 def telling(records: Records) -> set[str]:

@@ -57,7 +57,9 @@ def test_an_explanation_names_the_group_that_denies(node: LiveNode) -> None:
         "dropped: no rule of its security groups (web) allows egress tcp 443 to 1.1.1.1"
     )
     allowed = json.loads(node.cli("net", "explain", "hello", "1.1.1.1:80", "-o", "json").stdout)
-    assert "rule egress[1] of security group web" in allowed["decided_by"] + json.dumps(allowed["steps"])
+    assert "rule egress[1] of security group web" in allowed["decided_by"] + json.dumps(
+        allowed["steps"]
+    )
     assert allowed["verdict"] in ("forwarded", "unknown"), "the rules let it leave the network"
 
 
@@ -88,6 +90,32 @@ def test_a_log_tells_what_was_allowed_and_what_was_dropped(node: LiveNode) -> No
     dropped = next(each for each in found if "198.51.100.9:22 " in each)
     assert "dropped egress  hello/eth0 tcp" in dropped
     assert dropped.endswith("(group web)")
+
+
+def test_a_log_is_followed_over_a_restart_of_the_network_daemon(
+    node: LiveNode, tmp_path: Path
+) -> None:
+    target = tmp_path / "log"
+    with target.open("wb") as out:
+        follower = subprocess.Popen(
+            [sys.executable, "-m", "chv.cli", "net", "log", "lan", "-f", "--tail", "0"],
+            stdout=out, cwd=ROOT, env=os.environ | node._socket(),
+        )  # fmt: skip
+        try:
+            for number in (31, 32):
+                address = f"198.51.100.{number}"
+                wait_for(lambda: _pinged(node, target, address), 20, f"{address} in the log")  # noqa: B023
+                node.kill("nwd")
+                node.await_state("TenantReady")
+            assert follower.poll() is None
+        finally:
+            follower.terminate()
+            follower.wait(10)
+
+
+def _pinged(node: LiveNode, target: Path, address: str) -> bool:
+    node.ssh("hello", f"ping -c 1 -W 1 {address}", check=False)
+    return f"-> {address} (group web egress[0])" in target.read_text()
 
 
 def test_a_capture_is_a_pcap_of_both_ways(node: LiveNode, tmp_path: Path) -> None:
