@@ -164,10 +164,15 @@ class Balancer:
         judgement = Judgement(watch.rise, watch.fall, self._known(watch))
         due_s = self._clock.monotonic()
         while True:
-            wrong = await self.ask(watch.question)
-            verdict = judgement.note(is_well=not wrong)
-            if verdict is not None and await self._tell(watch, verdict, wrong):
-                judgement.healthy = verdict
+            try:
+                await self._check(watch, judgement)
+            except Exception as error:  # noqa: BLE001  the firewall of one target
+                log.warning(
+                    "target_not_checked",
+                    exposure_id=watch.exposure_id,
+                    nic_id=watch.nic_id,
+                    error=error,
+                )
             due_s = max(due_s + watch.interval_s, self._clock.monotonic())
             await self._clock.sleep(due_s - self._clock.monotonic())
 
@@ -176,19 +181,15 @@ class Balancer:
         health = row.health.get(watch.nic_id) if row is not None else None
         return health.healthy if health is not None else None
 
-    async def _tell(self, watch: _Watch, verdict: bool, wrong: str) -> bool:
-        """Have it recorded and acted on; False: it could not, and is tried at the next check."""
+    async def _check(self, watch: _Watch, judgement: Judgement) -> None:
+        """Ask once; what that changes is recorded and acted on, or else told at the next check."""
+        wrong = await self.ask(watch.question)
+        verdict = judgement.note(is_well=not wrong)
+        if verdict is None:
+            return
         health = Health(healthy=verdict, since=timestamp(self._clock.now()), message=wrong)
-        try:
-            await self._changed(watch.exposure_id, watch.nic_id, health)
-        except Exception as error:  # noqa: BLE001  the firewall of one target
-            log.warning(
-                "target_not_changed",
-                exposure_id=watch.exposure_id,
-                nic_id=watch.nic_id,
-                error=error,
-            )
-            return False
+        await self._changed(watch.exposure_id, watch.nic_id, health)
+        judgement.healthy = verdict
         log.info(
             "target_changed",
             exposure_id=watch.exposure_id,
@@ -196,7 +197,6 @@ class Balancer:
             healthy=verdict,
             message=wrong,
         )
-        return True
 
     # --- drains
     async def _drain(self, drain: _Drain) -> None:
