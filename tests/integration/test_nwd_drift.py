@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,11 @@ from chv.common.wire.nwd import NicInfo
 from chv.nwd.kernel import netns
 from tests.helpers import wait_until
 from tests.integration.nwd_helpers import (
+    HOST_ADDRESS,
     IDS,
+    SUBNET6,
     WAN_ADDRESS,
+    WAN_ADDRESS6,
     Node,
     inside,
     ip,
@@ -26,6 +30,7 @@ from tests.integration.nwd_helpers import (
     open_node,
 )
 
+PUBLIC = "198.51.100.7"
 pytestmark = [pytest.mark.root, needs_nwd]
 
 
@@ -36,6 +41,7 @@ class Broken:
         self.node = node
         self.nic = nic
         self.host = node.sandbox.host
+        self.uplink = node.layout.uplink(nic.network_id)
         self.directory = node.layout.network_run(nic.network_id)
 
     def inner(self, *arguments: str) -> None:
@@ -69,7 +75,7 @@ DAMAGE: dict[str, Callable[[Broken], object]] = {
     "tap of another size": lambda b: b.inner("link", "set", b.nic.tap, "mtu", "1300"),
     "a link of somebody": lambda b: b.inner("link", "add", "intruder", "type", "bridge"),
     "rules flushed": lambda b: nft_in(b.nic.netns, "flush ruleset"),
-    "a rule added": lambda b: nft_in(b.nic.netns, "insert rule inet chv forward accept"),
+    "a rule added": lambda b: nft_in(b.nic.netns, "insert rule inet chv forward_in accept"),
     "an element removed": lambda b: nft_in(
         b.nic.netns, f'delete element bridge chv port_mac {{ "{b.nic.tap}" . {b.nic.mac} }}'
     ),
@@ -90,10 +96,32 @@ DAMAGE: dict[str, Callable[[Broken], object]] = {
     "host rule deleted": lambda b: nft_in(
         b.host, f"flush chain inet {b.node.layout.host_table} from_tenant"
     ),
+    "public route deleted": lambda b: ip("-n", b.host, "route", "delete", PUBLIC),
+    "public route added": lambda b: ip(
+        "-n", b.host, "route", "add", "198.51.100.99", "dev", b.uplink
+    ),
+    "IPv6 route deleted": lambda b: b.inner("-6", "route", "delete", "default"),
+    "IPv6 address deleted": lambda b: b.inner("address", "delete", "fd00:7::1/64", "dev", "br0"),
+    "IPv6 address added": lambda b: b.inner("address", "add", "fd00:9::1/64", "dev", "br0"),
+    "proxy deleted": lambda b: b.inner(
+        "-6", "neigh", "delete", "proxy", b.nic.address6, "dev", "br0"
+    ),
+    "proxy added": lambda b: b.inner("-6", "neigh", "add", "proxy", "fd00:7::99", "dev", "br0"),
+    "bridge down": lambda b: b.inner("link", "set", "br0", "down"),
+    "uplink down inside": lambda b: b.inner("link", "set", "up0", "down"),
+    "IPv6 off on the bridge": lambda b: b.sysctl("ipv6/conf/br0/disable_ipv6", "1"),
+    "IPv6 off on the host's end": lambda b: inside(
+        b.host, lambda: Path(f"/proc/sys/net/ipv6/conf/{b.uplink}/disable_ipv6").write_text("1")
+    ),
+    "IPv6 forwarding off": lambda b: b.sysctl("ipv6/conf/all/forwarding", "0"),
+    "advertisements accepted": lambda b: b.sysctl("ipv6/conf/up0/accept_ra", "2"),
+    "NDP proxy off": lambda b: b.sysctl("ipv6/conf/br0/proxy_ndp", "0"),
     "namespace deleted": lambda b: ip("netns", "delete", b.nic.netns),
     "namespace replaced by a file": lambda b: b.replace_netns_by_a_file(),
     "forwarding off": lambda b: b.sysctl("ipv4/ip_forward", "0"),
-    "IPv6 on": lambda b: b.sysctl("ipv6/conf/all/disable_ipv6", "0"),
+    "IPv6 off for the next link no longer": lambda b: b.sysctl(
+        "ipv6/conf/default/disable_ipv6", "0"
+    ),
     "hosts file deleted": lambda b: b.unlink("hosts"),
     "hosts file overwritten": lambda b: b.scribble("hosts"),
     "notes of rules deleted": lambda b: b.unlink("rules.json"),
@@ -108,6 +136,9 @@ async def works(node: Node, nic: NicInfo) -> None:
     server = inside(node.sandbox.wan, lambda: socket.create_server(("0.0.0.0", 80)))
     async with open_guest(node, nic) as guest:
         guest.configure()
+        if nic.address6:
+            guest.configure6()
+            assert guest.pings(WAN_ADDRESS6)
         with server, guest.listen(22):
             assert guest.connects(WAN_ADDRESS, 80)
             (await node.connect_guest(nic.nic_id, 22)).close()
@@ -116,7 +147,9 @@ async def works(node: Node, nic: NicInfo) -> None:
 async def test_every_damage_is_repaired_by_one_start_and_the_next_changes_nothing() -> None:
     async with open_node() as node:
         network = IDS.uid()
-        await node.ensure(network)
+        wanted: dict[str, Any] = {"subnet6": SUBNET6, "public_addresses": [PUBLIC]}
+        await node.ensure(network, **wanted)
+        ip("-n", node.sandbox.wan, "route", "add", PUBLIC, "via", HOST_ADDRESS)
         nic = await node.attach(network)
         other = await node.attach(network)
         await works(node, nic)
@@ -132,7 +165,7 @@ async def test_every_damage_is_repaired_by_one_start_and_the_next_changes_nothin
             assert truth_of(node, nic) == truth, name
             assert await leased(node, other) == other.address, name
             node.forget_log()
-            await node.ensure(network)
+            await node.ensure(network, **wanted)
             assert node.applied() == [], name
         await works(node, nic)
 
@@ -144,10 +177,22 @@ def truth_of(node: Node, nic: NicInfo) -> list[str]:
     return [
         *sorted(f"{line.split()[0].partition('@')[0]} {'UP>' in line}" for line in links),
         *sorted(line.split()[0].partition("@")[0] for line in host_links),
-        ip("-n", nic.netns, "route").replace("linkdown", "").replace("  ", " "),
+        *(_routes(nic.netns, family) for family in ("-4", "-6")),
+        *node.host_routes(),
+        *(_addresses(nic.netns, link) for link in ("br0", "up0")),
+        ip("-n", nic.netns, "-6", "neigh", "show", "proxy"),
         _sorted_elements(nft_in(nic.netns, "list ruleset")),
         _sorted_elements(nft_in(node.sandbox.host, "list ruleset")),
     ]
+
+
+def _addresses(name: str, link: str) -> str:
+    return " ".join(sorted(ip("-n", name, "-br", "address", "show", "dev", link).split()[2:]))
+
+
+def _routes(name: str, family: str) -> str:
+    lines = ip("-n", name, family, "route").replace("linkdown", "").splitlines()
+    return "\n".join(sorted(" ".join(line.split()) for line in lines))
 
 
 def _sorted_elements(listing: str) -> str:

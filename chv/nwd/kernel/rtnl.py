@@ -23,6 +23,7 @@ from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6
 
+_ANY_SCOPE = 255
 _NO_DAD = 0x02  # usable at once: nobody else can have an address that we give
 
 
@@ -139,7 +140,9 @@ class Rtnl:
 
     async def delete_route(self, link: Link, target: str, gateway: str) -> None:
         """Remove a route by a link; one that is gone already is fine."""
-        by = {"gateway": gateway} if gateway else {}
+        by: dict[str, Any] = {"proto": 0, "scope": _ANY_SCOPE}  # whoever made it, and how
+        if gateway:
+            by["gateway"] = gateway
         with translated(f"removing the route to {target}"):
             try:
                 await self._ipr.route("del", dst=target, oif=link.index, **by)
