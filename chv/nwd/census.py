@@ -9,7 +9,7 @@ import anyio.to_thread
 
 from chv.common.ids import short_uid
 from chv.common.wire.types import CensusItem
-from chv.nwd import runfiles
+from chv.nwd import forwarding, runfiles
 from chv.nwd.blueprint import alias_prefix
 from chv.nwd.host import NOTES
 from chv.nwd.kernel import links, netns
@@ -114,5 +114,5 @@ def _directories(parts: Parts) -> list[CensusItem]:
             known=owner in parts.records.networks,
         )
         for path in sorted(base.iterdir())
-        if path.name != NOTES
+        if path.name not in (NOTES, *forwarding.NOTES.values())
     ]

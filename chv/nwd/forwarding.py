@@ -21,7 +21,7 @@ from chv.nwd.settings import IP6_FORWARD, IP_FORWARD
 ON = "1"
 _CONF = Path("/proc/sys/net")
 _SWITCHES = {4: IP_FORWARD, 6: IP6_FORWARD}
-_NOTES = {4: "host-forwarding4.json", 6: "host-forwarding6.json"}
+NOTES = {4: "host-forwarding4.json", 6: "host-forwarding6.json"}
 # Written by the kernel along with the switch of IPv4.
 _FOLLOWS = {4: ("net.ipv4.conf.all.accept_redirects",), 6: ()}
 ALIAS_PREFIX = "chv:1:"
@@ -36,7 +36,7 @@ def switch_on(directory: Path, version: int) -> None:
     """Switch it on, having noted what to put back."""
     if is_on(version) or (version == 6 and advertised()):
         return
-    path = directory / _NOTES[version]
+    path = directory / NOTES[version]
     if not path.exists():
         runfiles.replace(path, msgspec.json.encode(_before(version)).decode(), 0)
     with contextlib.suppress(ChvError):  # told by Host.check, which reads it back
@@ -56,7 +56,7 @@ def advertised() -> list[str]:
 
 def is_noted(directory: Path, version: int) -> bool:
     """Tell whether there is something to put back."""
-    return (directory / _NOTES[version]).exists()
+    return (directory / NOTES[version]).exists()
 
 
 def is_shared() -> bool:
@@ -66,7 +66,7 @@ def is_shared() -> bool:
 
 def restore(directory: Path, version: int) -> None:
     """Put back what was, in the order that was noted."""
-    path = directory / _NOTES[version]
+    path = directory / NOTES[version]
     with contextlib.suppress(msgspec.MsgspecError):  # half a note: nothing that we could put back
         sysctl.write(msgspec.json.decode(runfiles.read(path), type=dict[str, str]))
     forget(directory, version)
@@ -74,7 +74,7 @@ def restore(directory: Path, version: int) -> None:
 
 def forget(directory: Path, version: int) -> None:
     """Leave it as it is for good."""
-    (directory / _NOTES[version]).unlink(missing_ok=True)
+    (directory / NOTES[version]).unlink(missing_ok=True)
 
 
 def _before(version: int) -> dict[str, str]:

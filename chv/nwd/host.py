@@ -20,9 +20,8 @@ from chv.common.errors import Conflict
 from chv.common.failpoint import failpoint
 from chv.nwd import forwarding, runfiles
 from chv.nwd.blueprint import has_uplink
-from chv.nwd.kernel import netns, nft_generation, routes
+from chv.nwd.kernel import link_addresses, netns, nft_generation, routes
 from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6
-from chv.nwd.kernel.rtnl import open_rtnl
 from chv.nwd.nft import host_rules
 from chv.nwd.nft.host_rules import HostExposure, HostUplink
 from chv.nwd.nft.ruleset import Applied
@@ -178,8 +177,7 @@ class Host:
     # --- looking
     async def view(self) -> HostView:
         """Return the host's addresses and routes; those to networks of ours left out."""
-        async with open_rtnl() as rtnl:
-            addresses = await rtnl.addresses()
+        addresses = await anyio.to_thread.run_sync(link_addresses.read)
         texts = sorted(text for each in addresses.values() for text in each)
         found = await anyio.to_thread.run_sync(routes.read)
         ours = {

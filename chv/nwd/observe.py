@@ -11,7 +11,16 @@ import anyio.to_thread
 
 from chv.nwd import runfiles
 from chv.nwd.blueprint import host_sysctls, inner_sysctls
-from chv.nwd.kernel import links, neighbours, netns, nft_generation, routes, sysctl, tc
+from chv.nwd.kernel import (
+    link_addresses,
+    links,
+    neighbours,
+    netns,
+    nft_generation,
+    routes,
+    sysctl,
+    tc,
+)
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6, Route
@@ -63,6 +72,7 @@ class _Look:
     generation: int = 0
     sysctls_right: bool = False
     links: Mapping[str, Link] = field(default_factory=dict)
+    addresses: Mapping[int, frozenset[str]] = field(default_factory=dict)
     routes: Sequence[Route] = ()
     proxies: frozenset[str] = frozenset()
     shapes: Mapping[str, SeenShape] = field(default_factory=dict)
@@ -89,6 +99,7 @@ def _look(parts: Parts, network_id: str) -> _Look:
             inode=netns.inode(path),
             sysctls_right=not sysctl.differing(wanted),
             links=found,
+            addresses=link_addresses.read(),
             routes=routes.read(),
             proxies=neighbours.proxied_all(bridge.index) if bridge is not None else frozenset(),
             shapes=tc.read(found, _ifbs(parts, network_id, found)),
@@ -108,7 +119,7 @@ async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNe
     """Return everything about a network."""
     look = await anyio.to_thread.run_sync(_look, parts, network_id)
     around = await _around(parts, network_id, look)
-    host = await _host_uplink(parts, network_id, sockets)
+    host = await _host_uplink(parts, network_id)
     around = replace(
         around,
         host_uplink=host.link,
@@ -117,9 +128,9 @@ async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNe
     )
     if look.state is not NetnsState.PRESENT:
         return around
-    rtnl = await sockets.adopt(look.socket)
+    await sockets.adopt(look.socket)
     sockets.links = dict(look.links)
-    inner = seen(sockets.links, await rtnl.addresses())
+    inner = seen(sockets.links, look.addresses)
     return replace(
         around,
         links=inner,
@@ -185,26 +196,27 @@ class _HostSide:
     routes: frozenset[tuple[str, str]] = frozenset()
 
 
-async def _host_uplink(parts: Parts, network_id: str, sockets: Sockets) -> _HostSide:
-    rtnl = await sockets.host()
-    link = await rtnl.link(parts.layout.uplink(network_id))
-    if link is None:
-        return _HostSide()
+async def _host_uplink(parts: Parts, network_id: str) -> _HostSide:
     row = parts.records.networks.get(network_id)
     wanted = host_sysctls(parts.layout, row.topology) if row is not None else {}
-    found, is_right = await anyio.to_thread.run_sync(_look_at_host, link.index, wanted)
+    name = parts.layout.uplink(network_id)
+    return await anyio.to_thread.run_sync(_look_at_host, name, wanted)
+
+
+def _look_at_host(name: str, wanted: Mapping[str, str]) -> _HostSide:
+    """In a thread of the host's namespace."""
+    link = links.read([name]).get(name)
+    if link is None:
+        return _HostSide()
     return _HostSide(
-        link=seen({link.name: link}, await rtnl.addresses())[link.name],
-        sysctls_right=is_right,
+        link=seen({name: link}, link_addresses.read(link.index))[name],
+        sysctls_right=not sysctl.differing(wanted),
         routes=frozenset(
-            (route.target, route.gateway) for route in found if not route.is_automatic
+            (route.target, route.gateway)
+            for route in routes.read(link.index)
+            if not route.is_automatic
         ),
     )
-
-
-def _look_at_host(link: int, wanted: Mapping[str, str]) -> tuple[list[Route], bool]:
-    """In a thread of the host's namespace."""
-    return routes.read(link), not sysctl.differing(wanted)
 
 
 def standing_rules(parts: Parts, network_id: str, now: tuple[int, int]) -> str:

@@ -84,17 +84,6 @@ class Rtnl:
                 if error.code != errno.ENODEV:
                     raise
 
-    async def addresses(self) -> dict[int, frozenset[str]]:
-        """Return the addresses of both families with prefix lengths by link index."""
-        found: dict[int, set[str]] = {}
-        with translated("listing addresses"):
-            async for message in await self._ipr.get_addr():
-                # A peer address stands in IFA_ADDRESS; the link's own one in IFA_LOCAL.
-                address = message.get("local") or message.get("address")
-                text = f"{address}/{message['prefixlen']}"
-                found.setdefault(message["index"], set()).add(text)
-        return {index: frozenset(texts) for index, texts in found.items()}
-
     async def add_address(self, link: Link, cidr: str) -> None:
         """Add an address; one that is there already is fine."""
         address, _, length = cidr.partition("/")
