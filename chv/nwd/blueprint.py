@@ -6,8 +6,7 @@ Names, aliases and MACs follow from uids, so two passes and two daemons come to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Network, IPv6Network
 
 from chv.common.config import Config
@@ -30,7 +29,6 @@ from chv.nwd.topology import routed
 UPLINK_PREFIX, UPLINK_PREFIX6 = 31, 127
 # A link without a link-local address cannot ask for neighbours; these are ours to give.
 LINK_LOCAL, LINK_LOCAL_INNER = "fe80::1/64", "fe80::2/64"
-_TAPS: Kept[WantedLink] = Kept()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,35 +84,79 @@ def draw(
     policy: Policy = NOTHING,
 ) -> Blueprint:
     """Return the blueprint of a network with these NICs."""
-    dns = _dns_network(layout, settings, network)
-    dns_nics = [DnsNic(nic.mac, nic.address, nic.hostname, nic.address6) for nic in nics]
+    frame = _FRAMES.get(network.network_id, (layout, settings, network), _frame)
+    parts = [_PARTS.get(nic.nic_id, (layout, network, nic), _nic_parts) for nic in nics]
     ruleset = rules.render(network_rules(layout, settings, network, nics, policy))
-    files = dnsmasq.files(dns_nics, dns)
-    configuration = dnsmasq.configuration(dns)
-    inner, host = _uplink(layout, settings, network)
-    desired = DesiredNetwork(
+    files = dnsmasq.files([part.dns for part in parts], frame.dns)
+    desired = replace(
+        frame.desired,
         bridge=_bridge(layout, network, policy.virtual),
-        uplink=inner,
-        host_uplink=host,
-        host_name=layout.uplink(network.network_id),
-        default_gateways=_default_gateways(settings, network),
-        host_routes=_host_routes(settings, network),
-        taps=tuple(
-            _TAPS.get(nic.nic_id, (nic, network, layout), partial(_tap, layout, network, nic))
-            for nic in nics
-        ),
+        taps=tuple(part.tap for part in parts),
         rules=ruleset.digest,
         files=dnsmasq.files_digest(files),
-        configuration=digest(configuration),
     )
     return Blueprint(
         desired=desired,
         rules=ruleset,
         files=files,
+        configuration=frame.configuration,
+        sysctls=frame.sysctls,
+        host_sysctls=frame.host_sysctls,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What of a blueprint follows from the network alone; `desired` without the rest."""
+
+    dns: DnsNetwork
+    configuration: str
+    desired: DesiredNetwork
+    sysctls: dict[str, str]
+    host_sysctls: dict[str, str]
+
+
+def _frame(layout: Layout, settings: Settings, network: Network) -> _Frame:
+    dns = _dns_network(layout, settings, network)
+    configuration = dnsmasq.configuration(dns)
+    inner, host = _uplink(layout, settings, network)
+    desired = DesiredNetwork(
+        bridge=_bridge(layout, network, ()),
+        uplink=inner,
+        host_uplink=host,
+        host_name=layout.uplink(network.network_id),
+        default_gateways=_default_gateways(settings, network),
+        host_routes=_host_routes(settings, network),
+        taps=(),
+        rules="",
+        files="",
+        configuration=digest(configuration),
+    )
+    return _Frame(
+        dns=dns,
         configuration=configuration,
+        desired=desired,
         sysctls=inner_sysctls(network.topology),
         host_sysctls=host_sysctls(layout, network.topology),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _NicParts:
+    """What of a blueprint follows from one NIC."""
+
+    tap: WantedLink
+    dns: DnsNic
+
+
+def _nic_parts(layout: Layout, network: Network, nic: Nic) -> _NicParts:
+    return _NicParts(
+        _tap(layout, network, nic), DnsNic(nic.mac, nic.address, nic.hostname, nic.address6)
+    )
+
+
+_FRAMES: Kept[_Frame] = Kept()
+_PARTS: Kept[_NicParts] = Kept()
 
 
 def inner_sysctls(topology: Topology) -> dict[str, str]:

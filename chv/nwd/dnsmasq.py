@@ -65,9 +65,9 @@ class DnsName:
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DnsNic:
-    """What dnsmasq needs to know of a NIC."""
+    """What dnsmasq needs to know of a NIC. Found in memory as the very same object."""
 
     mac: str
     address: str

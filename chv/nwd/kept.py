@@ -7,7 +7,7 @@ forgetting costs time only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 KEPT_MAX = 16384
@@ -17,15 +17,15 @@ class Kept(Generic[T]):
     """One value per key, each with the objects that it was made from."""
 
     def __init__(self) -> None:
-        self._values: dict[str, tuple[tuple[object, ...], T]] = {}
+        self._values: dict[str, tuple[tuple[Any, ...], T]] = {}
 
-    def get(self, key: str, sources: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return what `make` made of these sources."""
+    def get(self, key: str, sources: tuple[Any, ...], make: Callable[..., T]) -> T:
+        """Return `make(*sources)`."""
         known = self._values.get(key)
-        if known is not None and all(a is b for a, b in zip(known[0], sources, strict=True)):
+        if known is not None and known[0] == sources:  # the same objects need no look inside
             return known[1]
         if len(self._values) >= KEPT_MAX:
             self._values.clear()
-        made = make()
+        made = make(*sources)
         self._values[key] = (sources, made)
         return made

@@ -51,7 +51,7 @@ def policy_of(
 
 def nic_rules(layout: Layout, nic: Nic) -> NicRules:
     """Return what the rules need to know of a NIC."""
-    return _KEPT.get(nic.nic_id, (nic, layout), lambda: _nic_rules(layout, nic))
+    return _KEPT.get(nic.nic_id, (layout, nic), _nic_rules)
 
 
 def _nic_rules(layout: Layout, nic: Nic) -> NicRules:

@@ -8,20 +8,21 @@ the next: a change of one NIC, group or exposure renders and compares that one a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import replace
 
+from chv.nwd.kept import Kept
 from chv.nwd.nft import exposures, gateway, groups, spoof, text
 from chv.nwd.nft.groups import Dynamic, Profile
 from chv.nwd.nft.model import NetworkRules, NicRules
 from chv.nwd.nft.text import Part, Ruleset, SetKey
 
 TABLES = (spoof.TABLE, gateway.TABLE)
-NICS_KEPT_MAX = 16384
 
 
 def render(network: NetworkRules) -> Ruleset:
     """Return the ruleset of a network."""
-    profiles = {nic.groups: groups.profile_of(nic) for nic in network.nics if nic.groups}
+    some = {nic.groups: nic for nic in network.nics if nic.groups}
+    profiles = {each: groups.profile_of(nic) for each, nic in some.items()}
     numbers = groups.number(set(profiles.values()))
     dynamic = Dynamic()
     groups.add(dynamic, network, numbers)
@@ -40,17 +41,31 @@ def _parts(
     network: NetworkRules, profiles: Mapping[tuple[str, ...], Profile], numbers: dict[Profile, int]
 ) -> frozenset[Part]:
     by_groups = {each: numbers[profile] for each, profile in profiles.items()}
-    return frozenset(_of_nic(nic, by_groups.get(nic.groups, 0)) for nic in network.nics)
+    by_groups[()] = 0
+    return frozenset(
+        _PARTS.get(nic.nic_id, (nic, by_groups[nic.groups]), _of_nic) for nic in network.nics
+    )
 
 
-@lru_cache(NICS_KEPT_MAX)
 def _of_nic(nic: NicRules, profile_number: int) -> Part:
     """A change of one NIC renders all: what did not change comes from memory."""
     elements: dict[SetKey, frozenset[str]] = spoof.elements(nic)
     return Part(elements | gateway.elements(nic) | groups.elements(nic, profile_number))
 
 
+_PARTS: Kept[Part] = Kept()
+
+
 def _frame(network: NetworkRules) -> str:
+    """Return the text that neither NICs, groups nor exposures change."""
+    alone = replace(network, nics=(), groups=(), exposures=())
+    return _FRAMES.get(network.identity, (alone,), _frame_of)
+
+
+def _frame_of(network: NetworkRules) -> str:
     body = spoof.table(v6=bool(network.subnet6)) + gateway.table(network)
     comment = text.comment(f"{network.identity}:{text.digest(body)}")
     return body.replace("COMMENT", comment)
+
+
+_FRAMES: Kept[str] = Kept()
