@@ -17,7 +17,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from chv.agent.context import Context
-from chv.agent.records import StoredObject, all_facts
+from chv.agent.records import SentFacts, StoredObject, all_facts
 from chv.common import logs
 from chv.common.errors import (
     ChvError,
@@ -157,7 +157,13 @@ class Worker:
 
     def _notice_change(self, stored: StoredObject) -> None:
         """Start afresh where something else is wanted than before."""
-        wanted = (stored.resource.metadata.generation, stored.deleting, all_facts(stored))
+        facts = all_facts(stored)
+        wanted = (
+            stored.resource.metadata.generation,
+            stored.deleting,
+            facts if not isinstance(facts, SentFacts) else None,  # says what was done, not wanted
+            self._context.referred(stored),
+        )
         if wanted != self._wanted:
             self._wanted, self._given_up, self._failures = wanted, False, 0
 

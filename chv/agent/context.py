@@ -86,13 +86,19 @@ class Context:
             return
         before = current.resource.status
         await self.ledger.commit(PutStatus(uid=stored.uid, status=status))
-        if phase_of(before) != phase_of(status):
+        seen = before.observed_generation if before is not None else 0
+        if phase_of(before) != phase_of(status) or seen != status.observed_generation:
             self.wake_referrers(current)
 
     def wake_referrers(self, stored: StoredObject) -> None:
         """Look at those who refer to an object: it has changed."""
         for referrer in referrers(self.ledger.tables, stored.key):
             self.wake(referrer.uid)
+
+    def referred(self, stored: StoredObject) -> list[tuple[str, int]]:
+        """Return uid and generation of each object that it names: another form may cure it."""
+        named = (self.ledger.tables.find(*each.key) for each in references(stored.resource))
+        return [(o.uid, o.resource.metadata.generation) for o in named if o is not None]
 
     def wake_referred(self, stored: StoredObject) -> None:
         """Look at those whom an object refers to: it let go of them."""

@@ -60,7 +60,10 @@ class SimpleReconciler:
         self, stored: StoredObject, name: str, act: Callable[[str], Awaitable[None]]
     ) -> None:
         """Journal a step and do it; `act` gets the operation's id."""
+        before = self._context.operations.current_id(self._uid)
         operation = await self._context.operations.require(stored)
+        if not self._serving and operation.id != before:
+            self._serving = operation.id  # begun by this pass
         await self.step(operation.id, name, act)
 
     async def step(

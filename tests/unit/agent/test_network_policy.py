@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from chv.common.errors import (
@@ -12,6 +13,7 @@ from chv.common.errors import (
     InUse,
     InvalidArgument,
 )
+from chv.common.wire import agent as api
 from chv.common.wire.nwd_policy import Direction
 from tests.helpers import wait_until
 from tests.sim.bench import (
@@ -381,6 +383,29 @@ async def test_one_port_of_an_address_is_exposed_once() -> None:
         await refused(bench, InUse, exposure("f", **inside))
         error = await refused(bench, InvalidArgument, exposure("g", addresses=["10.9.0.1"]))
         assert error.field == "spec.addresses[0]"
+
+
+@simulated
+async def test_what_nwd_refuses_fails_once_and_is_tried_again_when_its_network_changes() -> None:
+    async with open_bench() as bench:
+        await settled(bench, network())
+        nwd, asked = bench.machine.host.nwd, []
+
+        def refuse(request: Any) -> None:
+            asked.append(request)
+            raise InvalidArgument("no such address", field="exposure.addresses[0]")
+
+        real, nwd._SetExposure = nwd._SetExposure, refuse  # type: ignore[method-assign,assignment]
+        (result,) = (await bench.apply(exposure(targets=[]))).results
+        assert (await bench.final(result.operation_id)).state == "Failed"
+        assert bench.get("Exposure", "site").status.phase == "Failed"
+        await anyio.sleep(100)  # of virtual time
+        assert len(asked) == 1
+        request = api.ListOperations(active_only=True)
+        assert (await bench.engine.list_operations(request)).operations == []
+        nwd._SetExposure = real  # type: ignore[method-assign]
+        await settled(bench, network(publicAddresses=["192.0.2.7"]))
+        await wait_until(lambda: bench.get("Exposure", "site").status.phase == "Ready")
 
 
 @simulated
