@@ -34,6 +34,17 @@ PRIME_TIMEOUT_S = 5.0
 SECTOR_BYTES = 512
 
 
+# In this order; each is handled before the next is read, so nothing has to be waited for.
+CONVERSATION: tuple[tuple[int, bytes], ...] = (
+    (SET_OWNER, b""),
+    (GET_FEATURES, b""),
+    (GET_PROTOCOL_FEATURES, b""),
+    (SET_PROTOCOL_FEATURES, struct.pack("<Q", PROTOCOL_CONFIG)),
+    (SET_CONFIG, CONFIG_HEADER.pack(WCE_OFFSET, 1, 0) + b"\x01"),
+    (GET_CONFIG, CONFIG_HEADER.pack(0, CONFIG_BYTES, 0) + bytes(CONFIG_BYTES)),
+)
+
+
 class Session:
     """One connection as the master side. Requests that carry descriptors are not made here."""
 
@@ -41,13 +52,17 @@ class Session:
         self._stream = stream
         self._reader = BufferedByteReceiveStream(stream)
 
-    async def send(self, request: int, payload: bytes = b"") -> None:
-        """Send one message."""
-        await self._stream.send(HEADER.pack(request, VERSION, len(payload)) + payload)
+    async def send(self, *messages: tuple[int, bytes]) -> None:
+        """Send messages, all at once."""
+        await self._stream.send(
+            b"".join(
+                HEADER.pack(request, VERSION, len(payload)) + payload
+                for request, payload in messages
+            )
+        )
 
-    async def ask(self, request: int, payload: bytes = b"") -> bytes:
-        """Send one message and return the payload of its reply."""
-        await self.send(request, payload)
+    async def reply(self, request: int) -> bytes:
+        """Return the payload of the next reply, which must be to this request."""
         header = await self._reader.receive_exactly(HEADER.size)
         answered, flags, size = HEADER.unpack(header)
         if answered != request or not flags & REPLY or size > PAYLOAD_BYTES_MAX:
@@ -56,28 +71,19 @@ class Session:
             )
         return await self._reader.receive_exactly(size)
 
-    async def negotiate_config(self) -> None:
-        """Bring the connection to where the config space can be read and written."""
-        await self.send(SET_OWNER)
-        (features,) = struct.unpack("<Q", await self.ask(GET_FEATURES))
+    async def set_write_cache(self) -> bytes:
+        """Turn the write cache on; return the first bytes of virtio_blk_config after that."""
+        await self.send(*CONVERSATION)
+        (features,) = struct.unpack("<Q", await self.reply(GET_FEATURES))
         if not features & FEATURE_PROTOCOL:
             raise Internal("the export offers no vhost-user protocol features")
-        (protocol,) = struct.unpack("<Q", await self.ask(GET_PROTOCOL_FEATURES))
+        (protocol,) = struct.unpack("<Q", await self.reply(GET_PROTOCOL_FEATURES))
         if not protocol & PROTOCOL_CONFIG:
             raise Internal("the export offers no access to its config space")
-        await self.send(SET_PROTOCOL_FEATURES, struct.pack("<Q", PROTOCOL_CONFIG))
-
-    async def read_config(self) -> bytes:
-        """Return the first bytes of virtio_blk_config."""
-        request = CONFIG_HEADER.pack(0, CONFIG_BYTES, 0) + bytes(CONFIG_BYTES)
-        payload = await self.ask(GET_CONFIG, request)
+        payload = await self.reply(GET_CONFIG)
         if len(payload) != CONFIG_HEADER.size + CONFIG_BYTES:
             raise Internal(f"the export answered {len(payload)} bytes of config space")
         return payload[CONFIG_HEADER.size :]
-
-    async def set_write_cache(self) -> None:
-        """Turn the write cache on."""
-        await self.send(SET_CONFIG, CONFIG_HEADER.pack(WCE_OFFSET, 1, 0) + b"\x01")
 
 
 async def prime(path: Path, uid: int) -> int:
@@ -100,10 +106,7 @@ async def prime(path: Path, uid: int) -> int:
 async def _prime(path: Path, uid: int) -> int:
     async with await anyio.connect_unix(path) as stream:
         check_peer(stream.extra(SocketAttribute.raw_socket), path, uid)  # noqa: S610  no SQL here
-        session = Session(stream)
-        await session.negotiate_config()
-        await session.set_write_cache()
-        config = await session.read_config()
+        config = await Session(stream).set_write_cache()
     if config[WCE_OFFSET] != 1:
         raise Internal(f"the export at {path} does not keep its write cache on")
     (sectors,) = struct.unpack_from("<Q", config)
