@@ -9,12 +9,13 @@ or comes moves its own share alone. The hash has a fixed seed, so a reload moves
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import lru_cache
 
 from chv.common.wire.nwd_policy import Algorithm, IpProtocol
 from chv.nwd.nft import text
+from chv.nwd.nft.dynamic import Dynamic
 from chv.nwd.nft.gateway import CHECKED, TABLE
-from chv.nwd.nft.groups import Dynamic, port_range
 from chv.nwd.nft.model import Backend, Exposed, NetworkRules
 from chv.nwd.nft.text import ChainKey, SetKey
 
@@ -40,8 +41,8 @@ def add(into: Dynamic, network: NetworkRules) -> None:
             if not addresses:
                 continue
             name = f"e_{text.uid(exposed.exposure_id)}_{6 if six else 4}"
-            into.chains[ChainKey(*TABLE, name)] = _chain(exposed, six)
-            asked = f"{_PROTOCOLS[exposed.protocol]} . {{}} . {port_range(exposed.ports)}"
+            into.update(_chain(exposed, name, six))
+            asked = f"{_PROTOCOLS[exposed.protocol]} . {{}} . {text.port_range(*exposed.ports)}"
             into.elements.setdefault(MAPS[six], set()).update(
                 f"{asked.format(_address(each, six))} : goto {name}" for each in addresses
             )
@@ -66,21 +67,31 @@ def _address(address: str, six: bool) -> str:
 
 
 @lru_cache(EXPOSURES_KEPT_MAX)
-def _chain(exposed: Exposed, six: bool) -> tuple[str, ...]:
-    """Return who may connect, and where to; what did not change comes from memory."""
+def _chain(exposed: Exposed, name: str, six: bool) -> Dynamic:
+    """Return the chain of a family, and its sources; what did not change comes from memory."""
+    found = Dynamic()
+    found.chains[ChainKey(*TABLE, name)] = tuple(_lines(exposed, found, six))
+    return found
+
+
+def _lines(exposed: Exposed, into: Dynamic, six: bool) -> Iterator[str]:
+    """Return who may connect, and where to."""
     ip = "ip6" if six else "ip"
     sources = text.collapsed(exposed.sources, v6=six)
     if not sources:
-        return ("drop",)
-    lines = []
-    if sources != ["::/0" if six else "0.0.0.0/0"]:
-        lines.append(f"{ip} saddr != {text.any_of(sources)} drop")
+        yield "drop"
+        return
+    if len(sources) > 1:
+        yield f"{ip} saddr != @{into.subnets(sources, six=six)} drop"
+    elif sources != ["::/0" if six else "0.0.0.0/0"]:
+        yield f"{ip} saddr != {sources[0]} drop"
     backends = [each for each in exposed.backends if text.is_v6(each.address) is six]
     if not backends:
-        return (*lines, _REFUSALS[exposed.protocol])
+        yield _REFUSALS[exposed.protocol]
+        return
     targets = _targets(exposed, backends, six)
     protocol = _PROTOCOLS[exposed.protocol]
-    return (*lines, f"meta l4proto {protocol} dnat {ip} to {_choice(exposed, targets, ip)}")
+    yield f"meta l4proto {protocol} dnat {ip} to {_choice(exposed, targets, ip)}"
 
 
 def _targets(exposed: Exposed, backends: list[Backend], six: bool) -> list[str]:
@@ -98,9 +109,11 @@ def _targets(exposed: Exposed, backends: list[Backend], six: bool) -> list[str]:
 
 
 def _choice(exposed: Exposed, targets: list[str], ip: str) -> str:
+    """Return an expression for one of the targets."""
     if len(targets) == 1:
-        # A map of one: nft writes an address with a port in another way for each family.
-        return f"numgen inc mod 1 map {{ 0 : {targets[0]} }}"
+        address, _, port = targets[0].partition(" . ")
+        bracketed = f"[{address}]" if ip == "ip6" else address
+        return f"{bracketed}:{port}" if port else address
     match exposed.algorithm:
         case Algorithm.ROUND_ROBIN:
             key, chosen = f"numgen inc mod {len(targets)}", targets

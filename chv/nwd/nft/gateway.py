@@ -5,6 +5,8 @@ first for who sends (its groups' egress), the second for who receives (their ing
 in the first leaves the decision to the second, so both must allow. An address leads by a map to
 the number of its profile, and the number to the profile's chain: a change of a NIC is an element,
 and the kernel, which checks every way through the table at each change, finds few.
+The library reads every set of a table for each change, so there are few as well: members of
+groups, counted connections and rates are in one each, under the number of their group or rule.
 The frame depends on the network alone; groups, exposures and NICs are chains, sets and elements
 that others render (`groups`, `exposures`).
 """
@@ -24,6 +26,7 @@ CHECKED = (SetKey(*TABLE, "checked4"), SetKey(*TABLE, "checked6"))  # by health 
 NOT_ALLOWED = (SetKey(*TABLE, "not_allowed4"), SetKey(*TABLE, "not_allowed6"))
 TOO_MANY = (SetKey(*TABLE, "connections4"), SetKey(*TABLE, "connections6"))
 PUBLIC = (SetKey(*TABLE, "public4"), SetKey(*TABLE, "public6"))
+_FILLED = f"size {text.DYNAMIC_MAX}; flags dynamic"  # by packets
 # Pings to the gateway, of all guests together.
 _PINGS = "limit rate 100/second burst 50 packets accept"
 _ND = "{ nd-neighbor-solicit, nd-neighbor-advert }"
@@ -72,6 +75,10 @@ def _sets(family: str) -> str:
  set checked{family} {{ type {kind} . inet_service; }}
  set not_allowed{family} {{ type {kind}; counter; }}
  set connections{family} {{ type {kind}; counter; }}
+ set limited{family} {{ type mark . {kind}; {_FILLED}; }}
+ set counted{family} {{ type mark . {kind} . {kind}; {_FILLED}; }}
+ set rated{family} {{ type mark . {kind}; {_FILLED},timeout; timeout 1m; }}
+ set members{family} {{ type mark . {kind}; }}
  map limits{family} {{ type {kind} : mark; }}
  map profiles{family} {{ type {kind} : mark; }}
  map exposures{family} {{ type inet_proto . {kind} . inet_service : verdict; flags interval; }}

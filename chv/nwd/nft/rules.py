@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from chv.nwd.kept import Kept
 from chv.nwd.nft import exposures, gateway, groups, spoof, text
-from chv.nwd.nft.groups import Dynamic, Profile
+from chv.nwd.nft.dynamic import Dynamic
+from chv.nwd.nft.groups import Profile
 from chv.nwd.nft.model import NetworkRules, NicRules
 from chv.nwd.nft.text import Part, Ruleset, SetKey
 
@@ -23,7 +24,7 @@ def render(network: NetworkRules) -> Ruleset:
     """Return the ruleset of a network."""
     some = {nic.groups: nic for nic in network.nics if nic.groups}
     profiles = {each: groups.profile_of(nic) for each, nic in some.items()}
-    numbers = groups.number(set(profiles.values()))
+    numbers = groups.number({*profiles.values(), *((each,) for each in groups.named(network))})
     dynamic = Dynamic()
     groups.add(dynamic, network, numbers)
     exposures.add(dynamic, network)
@@ -40,17 +41,21 @@ def render(network: NetworkRules) -> Ruleset:
 def _parts(
     network: NetworkRules, profiles: Mapping[tuple[str, ...], Profile], numbers: dict[Profile, int]
 ) -> frozenset[Part]:
-    by_groups = {each: numbers[profile] for each, profile in profiles.items()}
-    by_groups[()] = 0
+    of_groups: dict[tuple[str, ...], tuple[int, tuple[int, ...]]] = {
+        each: (numbers[profile], tuple(numbers[group,] for group in profile))
+        for each, profile in profiles.items()
+    }
+    of_groups[()] = (0, ())
     return frozenset(
-        _PARTS.get(nic.nic_id, (nic, by_groups[nic.groups]), _of_nic) for nic in network.nics
+        _PARTS.get(nic.nic_id, (nic, *of_groups[nic.groups]), _of_nic) for nic in network.nics
     )
 
 
-def _of_nic(nic: NicRules, profile_number: int) -> Part:
+def _of_nic(nic: NicRules, profile_number: int, group_numbers: tuple[int, ...]) -> Part:
     """A change of one NIC renders all: what did not change comes from memory."""
-    elements: dict[SetKey, frozenset[str]] = spoof.elements(nic)
-    return Part(elements | gateway.elements(nic) | groups.elements(nic, profile_number))
+    found: dict[SetKey, frozenset[str]] = spoof.elements(nic)
+    found |= gateway.elements(nic)
+    return Part(found | groups.elements(nic, profile_number, group_numbers))
 
 
 _PARTS: Kept[Part] = Kept()

@@ -242,6 +242,11 @@ def port(number: int) -> str:
     return count(number, number_max=_PORT_MAX)
 
 
+def port_range(first: int, last: int) -> str:
+    """Return one port, or a range of them."""
+    return port(first) if first == last else f"{port(first)}-{port(last)}"
+
+
 def count(number: int, *, number_max: int = _NUMBER_MAX) -> str:
     """Return a number of something, one at least."""
     if not isinstance(number, int) or not 0 < number <= number_max:

@@ -103,7 +103,14 @@ def test_no_listing_is_no_drops_and_another_form_is_an_error() -> None:
 # --- backends
 def test_who_may_not_connect_is_refused_before_anything_else() -> None:
     some = replace(EXPOSED, sources=("10.0.0.0/8", "10.1.0.0/16", "192.0.2.1/32"))
-    assert lines_of(some)[0] == "ip saddr != { 10.0.0.0/8, 192.0.2.1/32 } drop"
+    network = replace(NETWORK, exposures=(some,))
+    ruleset = rules.render(network)
+    (key,) = ruleset.sets
+    assert ruleset.elements[key] == {"10.0.0.0/8", "192.0.2.1/32"}
+    assert lines_of(some)[0] == f"ip saddr != @{key.name} drop"
+    assert (
+        lines_of(replace(EXPOSED, sources=("192.0.2.1/32",)))[0] == "ip saddr != 192.0.2.1/32 drop"
+    )
     assert lines_of(replace(EXPOSED, sources=("2001:db8::/32",))) == ("drop",)
 
 
@@ -116,14 +123,15 @@ def test_an_exposure_without_backends_of_a_family_refuses() -> None:
 
 @pytest.mark.parametrize(
     ("ports", "backends", "target"),
-    [((80, 80), (0,), "10.0.0.2"), ((80, 80), (8080,), "10.0.0.2 . 8080"),
-     ((80, 90), (0,), "10.0.0.2"), ((80, 80), (0, 81), "10.0.0.2 . 80, 1 : 10.0.0.3 . 81")],
+    [((80, 80), (0,), "to 10.0.0.2"), ((80, 80), (8080,), "to 10.0.0.2:8080"),
+     ((80, 90), (0,), "to 10.0.0.2"),
+     ((80, 80), (0, 81), "numgen inc mod 2 map { 0 : 10.0.0.2 . 80, 1 : 10.0.0.3 . 81 }")],
 )  # fmt: skip
 def test_a_backend_has_its_port_or_keeps_the_one_that_was_asked_for(
     ports: tuple[int, int], backends: tuple[int, ...], target: str
 ) -> None:
     named = tuple(Backend(f"10.0.0.{2 + number}", port) for number, port in enumerate(backends))
-    assert lines_of(replace(EXPOSED, ports=ports, backends=named))[-1].endswith(f"{target} }}")
+    assert lines_of(replace(EXPOSED, ports=ports, backends=named))[-1].endswith(target)
 
 
 def test_a_range_keeps_its_ports_for_all_backends_or_for_none() -> None:
@@ -158,15 +166,35 @@ def test_ports_that_touch_are_one_range_and_subnets_within_others_are_left_out()
     assert lines_of_rule(rule) == ("ip saddr 10.0.0.0/8 tcp dport 80-92 accept",)
 
 
-def test_rules_with_the_same_ports_share_a_set_of_them() -> None:
-    rule = Rule(Direction.INGRESS, IpProtocol.TCP, ((443, 443), (80, 81)), ("0.0.0.0/0", "::/0"))
-    network = replace(NETWORK, groups=(Group(UID, (rule,)), Group(UID[:-1] + "2", (rule, rule))))
+def test_a_few_ports_and_subnets_are_lines_and_many_are_sets_that_rules_share() -> None:
+    few = Rule(Direction.INGRESS, IpProtocol.TCP, ((443, 443), (80, 81)), ("0.0.0.0/0",))
+    assert lines_of_rule(few) == (
+        "meta nfproto ipv4 tcp dport 80-81 accept",
+        "meta nfproto ipv4 tcp dport 443 accept",
+    )
+    cidrs = tuple(f"192.0.2.{2 * number}/32" for number in range(9))
+    ports = tuple((2 * number, 2 * number) for number in range(1, 10))
+    many = Rule(Direction.INGRESS, IpProtocol.TCP, ports, cidrs)
+    network = replace(NETWORK, groups=(Group(UID, (many, many)), Group(UID[:-1] + "2", (many,))))
     ruleset = rules.render(network)
-    sets = [key for key in ruleset.sets if key.name.startswith("q_")]
-    assert len(sets) == 1
-    assert ruleset.elements[sets[0]] == {"80-81", "443"}
-    lines = chain(network, f"g_{UID.replace('-', '')}_in")
-    assert lines == tuple(f"meta nfproto ipv{n} tcp dport @{sets[0].name} accept" for n in (4, 6))
+    subnets, asked = sorted(ruleset.sets, key=lambda key: key.name)
+    assert ruleset.elements[subnets] == set(cidrs)
+    assert ruleset.elements[asked] == {str(first) for first, _ in ports}
+    assert lines_of_rule(many) == (f"ip saddr @{subnets.name} tcp dport @{asked.name} accept",)
+
+
+def test_members_are_asked_for_under_the_number_of_their_group() -> None:
+    peer = UID[:-1] + "2"
+    rule = Rule(Direction.EGRESS, IpProtocol.ANY, groups=(peer,))
+    nic = NicRules(UID, "t1", "02:00:00:00:00:01", ("10.0.0.2", "fd00::2"), groups=(peer,))
+    network = replace(NETWORK, groups=(Group(UID, (rule,)),), nics=(nic,))
+    ruleset = rules.render(network)
+    (member,) = ruleset.all_elements()[groups.MEMBERS[False]]
+    mark = member.removesuffix(" . 10.0.0.2")
+    assert chain(network, f"g_{UID.replace('-', '')}_out") == (
+        f"meta mark set {mark} meta mark . ip daddr @members4 accept",
+        f"meta mark set {mark} meta mark . ip6 daddr @members6 accept",
+    )
 
 
 def test_a_rule_without_peers_allows_nothing() -> None:
