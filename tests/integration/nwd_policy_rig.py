@@ -101,6 +101,11 @@ class Servers:
         self._selector.register(server, selectors.EVENT_READ, (label, False))
         os.write(self._writer, b"x")
 
+    def say(self, words: bytes) -> None:
+        """Send this to everybody whose connection is kept."""
+        for connection in self._kept:
+            connection.sendall(words)
+
     def close(self) -> None:
         os.write(self._writer, b"q")
         self._thread.join()

@@ -302,3 +302,50 @@ async def test_a_flood_is_logged_in_part() -> None:
                 rig.ask(other, me.address, port, udp=True, timeout_s=0.001)
             assert 20 <= len(told(listener, 50, 0.3)) < 50
         assert await drops(rig, me) == {"not_allowed": 100}
+
+
+# --- together
+@pytest.mark.parametrize("family", [4, 6])
+async def test_exposures_and_groups_do_not_get_in_each_others_way(family: int) -> None:
+    """Directly a group decides, by an exposure its sources do; whatever else the guest is in."""
+    async with open_rig(2) as rig:
+        me, other = rig.guests
+        rig.servers.tcp(me.namespace, "guest", 80)
+        public = PUBLIC6 if family == 6 else PUBLIC
+        closed = Group(OTHER, ())
+        opened = Group(GROUP, (Rule(IN, TCP, ((80, 80),), ALL),))
+        for groups, direct in (((), False), ((OTHER,), False), ((GROUP,), True)):
+            for exposures in ((), (exposure(me),), (exposure(me, port=81),)):
+                await rig.change_nic(0, groups=groups)
+                await rig.change_nic(1, groups=(OTHER,) if exposures else ())
+                await rig.apply(groups=(closed, opened), exposures=exposures)
+                ports = {each.ports[0] for each in exposures}
+                assert (rig.ask(None, me.at(family), 80, timeout_s=0.1) != "") is direct
+                for source in (None, other):
+                    for port in (80, 81):
+                        came = rig.ask(source, public, port, timeout_s=0.1)
+                        assert came.startswith("guest ") is (port in ports), (groups, port)
+
+
+async def test_an_established_connection_lives_through_every_change() -> None:
+    async with open_rig(2) as rig:
+        me, other = rig.guests
+        rig.servers.tcp(me.namespace, "guest", 80, keep=True)
+        exposed = exposure(me)
+        await join(rig, Rule(IN, TCP, ((80, 80),), ALL))
+        await rig.apply(exposures=(exposed,))
+        direct = inside(other.namespace, lambda: socket.create_connection((me.address, 80), 2))
+        outside = inside(rig.outside, lambda: socket.create_connection((PUBLIC, 80), 2))
+        with direct, outside:
+            changes = (
+                {"exposures": ()},
+                {"groups": ()},
+                {"nics": tuple(replace(nic, groups=()) for nic in rig.network.nics)},
+                {"metadata": True},  # another frame: all of it is replaced
+            )
+            for number, change in enumerate(changes):
+                await rig.apply(**change)
+                for client in (direct, outside):
+                    assert client.recv(100) if number == 0 else client.send(b"x")
+                    rig.servers.say(b"y")
+                    assert b"y" in client.recv(100)

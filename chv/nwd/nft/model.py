@@ -31,7 +31,10 @@ class NicRules:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of a group. `cidrs`: both families; `ports`: first and last."""
+    """One rule of a group. `cidrs`: both families; `ports`: first and last.
+
+    `rate` is of each guest, `connections_max` of each guest and peer.
+    """
 
     direction: Direction
     protocol: IpProtocol
