@@ -210,7 +210,7 @@ class Node:
         )
         return info
 
-    async def allow_all(self) -> str:
+    async def allow_all(self, tenant: str = "default") -> str:
         """Make a group that allows everything both ways; return its id."""
         group_id = IDS.uid()
         allowed = [
@@ -222,7 +222,7 @@ class Node:
             for direction in policy.Direction
         ]
         group = policy.SecurityGroup(
-            group_id=group_id, name=f"all-{group_id[:8]}", tenant="default", rules=allowed
+            group_id=group_id, name=f"all-{group_id[:8]}", tenant=tenant, rules=allowed
         )
         request = policy.SetSecurityGroup(meta=meta(), group=group)
         await self.call(policy.SET_GROUP, request)

@@ -54,10 +54,10 @@ async def test_two_tenants_with_the_same_subnet_do_not_meet() -> None:
         one, two = IDS.uid(), IDS.uid()
         await node.ensure(one, tenant="a")
         await node.ensure(two, tenant="b")
-        groups = [await node.allow_all()]
-        left = await node.attach(one, address="10.7.0.5", hostname="left", security_groups=groups)
-        right = await node.attach(two, address="10.7.0.6", hostname="right", security_groups=groups)
-        twin = await node.attach(two, address="10.7.0.5", hostname="left", security_groups=groups)
+        a, b = [await node.allow_all("a")], [await node.allow_all("b")]
+        left = await node.attach(one, address="10.7.0.5", hostname="left", security_groups=a)
+        right = await node.attach(two, address="10.7.0.6", hostname="right", security_groups=b)
+        twin = await node.attach(two, address="10.7.0.5", hostname="left", security_groups=b)
         assert left.netns != right.netns
         async with (
             open_guest(node, left) as guest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -77,8 +78,8 @@ async def test_a_routed_network_is_reached_by_its_own_addresses() -> None:
                     assert inside(name, lambda: connects(nic.address6, 81)), name
                     assert not inside(name, lambda: connects(closed.address, 80, 0.2)), name
                     assert not inside(name, lambda: connects(closed.address6, 81, 0.2)), name
-        for each in (nic, closed):
-            await node.detach(each.nic_id)
+        for nic_id in (nic.nic_id, closed.nic_id):
+            await node.detach(nic_id)
         await node.delete(network)
         await node.end()
         after = node.snapshot()
@@ -124,7 +125,11 @@ async def test_a_network_without_uplink_is_alone() -> None:
 async def test_what_the_host_routes_is_refused_to_a_second_network() -> None:
     async with open_node() as node:
         first = IDS.uid()
-        wanted = {"uplink": "routed", "public_addresses": [PUBLIC], "subnet6": SUBNET6}
+        wanted: dict[str, Any] = {
+            "uplink": "routed",
+            "public_addresses": [PUBLIC],
+            "subnet6": SUBNET6,
+        }
         await node.ensure(first, name="one", **wanted)
         for changes in (
             {"subnet": "10.7.0.128/25", "uplink": "routed"},
