@@ -12,6 +12,7 @@ import pytest
 from chv.common.errors import (
     DataLoss,
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     OwnershipConflict,
 )
@@ -33,6 +34,7 @@ pytestmark = [pytest.mark.root, needs_qsd]
 QCOW2 = wire.VolumeFormat.QCOW2
 # Where a fresh qcow2 of qemu-img with clusters of 64 KiB counts the users of its clusters.
 REFCOUNTS_OFFSET = 0x20000
+L1_TABLE_FIELD = 40  # of the header
 
 
 @pytest.fixture
@@ -101,6 +103,31 @@ async def test_a_qcow2_that_is_found_corrupt_is_not_served_until_it_was_repaired
     assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (0, 0o600)
     assert "damaged" in (await node.get(volume)).last_error
     shell("qemu-img", "check", "-q", "-r", "all", path)
+    assert (await node.attach(volume, vm)).backend is wire.BackendState.SERVING
+
+
+async def test_a_disk_that_does_not_open_is_refused_in_the_words_of_the_monitor(
+    node: Node,
+) -> None:
+    """It ends the storage daemon that was to start with it; the next one can say why."""
+    volume, other, vm = IDS.uid(), IDS.uid(), IDS.uid()
+    opened = await node.ensure(volume, format=QCOW2)
+    await node.ensure(other, format=QCOW2)
+    with Path(opened.path).open("r+b") as file:
+        file.seek(L1_TABLE_FIELD)
+        offset = file.read(8)
+        file.seek(L1_TABLE_FIELD)
+        file.write(b"\0\0\0\0\0\0\0\x07")  # of no cluster
+
+    with pytest.raises(Internal, match=r"blockdev-add: .*L1 table"):
+        await node.attach(volume, vm)
+
+    assert node.log.read_text().count('"started_again"') == 1
+    assert node.workers() == []
+    assert (await node.attach(other, vm)).backend is wire.BackendState.SERVING
+    with Path(opened.path).open("r+b") as file:
+        file.seek(L1_TABLE_FIELD)
+        file.write(offset)
     assert (await node.attach(volume, vm)).backend is wire.BackendState.SERVING
 
 
