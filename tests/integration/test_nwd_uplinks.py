@@ -23,6 +23,7 @@ from tests.integration.nwd_helpers import (
     inside,
     ip,
     needs_nwd,
+    nft_in,
     open_guest,
     open_node,
     open_wire,
@@ -209,3 +210,34 @@ async def test_another_network_is_the_world_to_a_guest() -> None:
                 assert guest.connects(open_one.address, 80)
                 assert not guest.connects(closed.address, 80, 0.3)
                 assert not reached.connects(nic.address, 80, 0.3), "what is translated is hidden"
+
+
+async def test_forwarding_is_put_back_unless_others_forward_by_then() -> None:
+    async with open_node() as node:
+        before = node.host_forwarding()
+        network = IDS.uid()
+        for others in (False, True):
+            await node.ensure(network, 1 + 2 * others, subnet6=SUBNET6)
+            assert node.host_forwarding()["4 all forwarding"] == "1\n"
+            assert node.host_forwarding()["6 all forwarding"] == "1\n"
+            await node.end()
+            await node.start()
+            if others:
+                nft_in(
+                    node.sandbox.host,
+                    "table ip somebody { chain c { type filter hook forward priority 0; }; }",
+                )
+            await node.delete(network, 2 + 2 * others)
+            assert (node.host_forwarding() == before) is not others
+        assert not [name for name in node.run_files() if "forwarding" in name]
+
+
+async def test_a_host_that_lives_on_advertisements_keeps_its_route_and_is_told() -> None:
+    async with open_node() as node:
+        ip("-n", node.sandbox.host, "-6", "route", "add", "default", "via", "fe80::99", "dev",
+           "wan0", "proto", "ra", "metric", "512")  # fmt: skip
+        await node.ensure(IDS.uid(), subnet6=SUBNET6)
+        assert node.host_forwarding()["6 all forwarding"] == "0\n"
+        (warning,) = (await node.health()).warnings
+        assert "wan0 would lose the routes" in warning
+        assert "accept_ra" in warning
