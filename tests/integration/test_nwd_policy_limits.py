@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -337,7 +338,7 @@ async def test_an_established_connection_lives_through_every_change() -> None:
         direct = inside(other.namespace, lambda: socket.create_connection((me.address, 80), 2))
         outside = inside(rig.outside, lambda: socket.create_connection((PUBLIC, 80), 2))
         with direct, outside:
-            changes = (
+            changes: tuple[dict[str, Any], ...] = (
                 {"exposures": ()},
                 {"groups": ()},
                 {"nics": tuple(replace(nic, groups=()) for nic in rig.network.nics)},

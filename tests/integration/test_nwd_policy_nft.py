@@ -140,6 +140,9 @@ async def test_one_change_among_a_thousand_guests_takes_milliseconds(pair: tuple
     path = f"/run/netns/{pair[0]}"
     nft = Nft()
     network = crowded(1000)
+    # Others' rules, two thousand of them: many sets would make each change slow.
+    bulky = tuple(Group(uid(6000 + n), group(6000 + n, 80).rules * 50) for n in range(20))
+    network = replace(network, groups=(*network.groups, *bulky))
     loaded = await nft.load(path, rules.render(network), None)
     exposed = Exposed(uid(1), IpProtocol.TCP, ("10.1.0.250",), (80, 80), ALL, (), checks=())
     changes = (
