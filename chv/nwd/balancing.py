@@ -174,7 +174,7 @@ class Balancer:
                     error=error,
                 )
             due_s = max(due_s + watch.interval_s, self._clock.monotonic())
-            await self._clock.sleep(due_s - self._clock.monotonic())
+            await self._clock.sleep(max(0.0, due_s - self._clock.monotonic()))
 
     def _known(self, watch: _Watch) -> bool | None:
         row = self._parts.records.exposures.get(watch.exposure_id)

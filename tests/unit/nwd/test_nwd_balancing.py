@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -115,6 +116,22 @@ def test_a_change_that_could_not_be_recorded_is_told_again(tmp_path: Path) -> No
         rig.refusals = 2
 
     assert [at for at, *_ in run(tmp_path, act).told] == [3.0]
+
+
+def test_checks_that_are_late_go_on_at_once(tmp_path: Path) -> None:
+    """Time goes by between two looks at the clock: nobody sleeps for less than nothing."""
+
+    def act(rig: Rig, net: Network) -> None:
+        exact, looks, ask = rig.clock.monotonic, itertools.count(), rig.ask
+
+        async def slow(question: Question) -> str:
+            await rig.clock.sleep(1.5)
+            return await ask(question)
+
+        rig.balancer.ask = slow
+        rig.clock.monotonic = lambda: exact() + next(looks) * 1e-6  # type: ignore[method-assign]
+
+    assert len(run(tmp_path, act, 15.5).asked) == 10
 
 
 def test_a_refresh_without_a_change_starts_nothing_anew(tmp_path: Path) -> None:
