@@ -16,12 +16,13 @@ import msgspec
 import pytest
 
 from chv.common.errors import ChvError
-from chv.common.wire.nwd import NicInfo, Shape
+from chv.common.wire.nwd import DnsRecord, NicInfo, Shape
 from chv.common.wire.nwd_policy import HealthCheck, HealthProtocol
 from chv.nwd.kernel import nft_generation
 from tests.integration.nwd_helpers import (
     HOST_ADDRESS,
     IDS,
+    SUBNET6,
     Node,
     inside,
     leased,
@@ -43,6 +44,12 @@ from tests.integration.nwd_objects import (
 )
 
 SHAPE = Shape(ingress_bps=50_000_000, egress_bps=20_000_000)
+# Everything that a network can have, so that a kill falls between any two of its steps.
+WANTED: dict[str, Any] = {
+    "subnet6": SUBNET6,
+    "public_addresses": ["198.51.100.7"],
+    "records": [DnsRecord(name="db", addresses=["10.7.0.50", "fd00:7::50"])],
+}
 pytestmark = [pytest.mark.root, pytest.mark.slow, needs_nwd]
 
 
@@ -56,7 +63,7 @@ class Scene:
     vm_id: str
 
     async def ensure(self) -> None:
-        await self.node.ensure(self.network)
+        await self.node.ensure(self.network, **WANTED)
 
     async def attach(self) -> NicInfo:
         return await self.node.attach(self.network, self.nic_id, vm_id=self.vm_id)
@@ -73,10 +80,10 @@ class Scene:
         await self.node.detach(self.nic_id, 2)
 
     async def ensure_answering(self) -> None:
-        await self.node.ensure(self.network, 2, metadata=True)
+        await self.node.ensure(self.network, 2, metadata=True, **WANTED)
 
     async def ensure_silent(self) -> None:
-        await self.node.ensure(self.network, 3)
+        await self.node.ensure(self.network, 3, **WANTED)
 
     async def detach(self) -> None:
         await self.node.detach(self.nic_id)
