@@ -27,7 +27,7 @@ from chv.nwd.nft.host_rules import HostExposure, HostUplink
 from chv.nwd.nft.ruleset import Applied
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.parts import Parts
-from chv.nwd.policy import host_exposed
+from chv.nwd.policy import HostExposed, host_exposed
 from chv.nwd.records import Network
 from chv.nwd.topology import Surroundings, routed
 
@@ -59,6 +59,7 @@ class Host:
         self._parts = parts
         self._lock = anyio.Lock()
         self.warnings: list[str] = []
+        self._standing: dict[str, list[HostExposed]] | None = None  # when it was looked at last
 
     def uplinks(self) -> list[HostUplink]:
         """Return the uplinks of every network that is due."""
@@ -77,10 +78,20 @@ class Host:
         return [
             HostExposure(each.protocol, each.address, (each.first, each.last), each.uplink)
             for row in self._due()
-            for each in host_exposed(
-                self._parts.records.exposures_of(row.network_id), self._parts.uplinks(row)
-            )
+            for each in self._exposed_by(row)
         ]
+
+    def _exposed_by(self, row: Network) -> list[HostExposed]:
+        rows = self._parts.records.exposures_of(row.network_id)
+        return host_exposed(rows, self._parts.uplinks(row))
+
+    def has_exposed(self, row: Network) -> bool:
+        """Tell whether the table leads to a network as its exposures say, unless others touch it.
+
+        What a group allows, or which target is next, is no concern of the host.
+        """
+        standing = self._standing
+        return standing is not None and standing.get(row.network_id, []) == self._exposed_by(row)
 
     def _due(self) -> list[Network]:
         """Return the networks that have an uplink now."""
@@ -93,15 +104,21 @@ class Host:
     async def converge(self) -> bool:
         """Make the table what the records say, gone without uplinks; True when it was changed."""
         async with self._lock:
+            self._standing = None
             uplinks = self.uplinks()
             await self._forward(uplinks)
-            wanted = self._ruleset(uplinks)
-            for _ in range(ATTEMPTS_MAX):
-                if await self._is_right(wanted, present=bool(uplinks)):
-                    return False
-                if await self._load(wanted, present=bool(uplinks)):
-                    return True
-            raise Conflict("others keep changing the host's nft rules; tried again later")
+            exposed = {row.network_id: self._exposed_by(row) for row in self._due()}
+            changed = await self._load_wanted(self._ruleset(uplinks), uplinks)
+            self._standing = exposed
+            return changed
+
+    async def _load_wanted(self, wanted: Ruleset, uplinks: list[HostUplink]) -> bool:
+        for _ in range(ATTEMPTS_MAX):
+            if await self._is_right(wanted, present=bool(uplinks)):
+                return False
+            if await self._load(wanted, present=bool(uplinks)):
+                return True
+        raise Conflict("others keep changing the host's nft rules; tried again later")
 
     def _ruleset(self, uplinks: list[HostUplink]) -> Ruleset:
         layout = self._parts.layout

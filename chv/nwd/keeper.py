@@ -117,7 +117,7 @@ class Keeper:
     async def _load_rules(self, row: Network, verb: str) -> bool:
         """Load the rules alone; False where the whole network must be looked at."""
         try:
-            if self.parts.records.exposures_of(row.network_id):
+            if not self.host.has_exposed(row):
                 await self.host.converge()
             ruleset = rules.render(self.parts.network_rules(row))
             await anyio.to_thread.run_sync(load_rules, self.parts, row.network_id, ruleset, verb)

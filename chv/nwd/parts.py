@@ -11,12 +11,15 @@ from chv.common.layout import Layout
 from chv.common.process import Provider
 from chv.common.wire.types import Feature
 from chv.nwd.blueprint import Blueprint, Settings, draw, network_rules, uplink_addresses
+from chv.nwd.kept import Kept
 from chv.nwd.kernel import netns
 from chv.nwd.nft.model import NetworkRules
 from chv.nwd.nft.ruleset import Loaded, Nft
 from chv.nwd.policy import Policy, policy_of
 from chv.nwd.records import Network, Nic, Records, Wanted
 from chv.nwd.workers import Workers
+
+_UPLINKS: Kept[tuple[str, ...]] = Kept()
 
 
 @dataclass
@@ -66,4 +69,4 @@ class Parts:
 
     def uplinks(self, network: Network) -> tuple[str, ...]:
         """Return the addresses of the network's end of the uplink."""
-        return uplink_addresses(self.settings, network)
+        return _UPLINKS.get(network.network_id, (self.settings, network), uplink_addresses)

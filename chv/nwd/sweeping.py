@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import anyio.to_thread
 import msgspec
@@ -108,8 +109,14 @@ def _of_groups(parts: Parts, network: Network, due: _Due) -> list[Unwanted]:
     }
     if not concerned:
         return []
-    judge = allowing.Judge(parts.network_rules(network))
-    return [lambda each: bool(each.ends & concerned) and not judge.permits(each)]
+    network_rules = parts.network_rules(network)
+
+    @cache
+    def judge() -> allowing.Judge:
+        """Most changes end nothing and need none."""
+        return allowing.Judge(network_rules)
+
+    return [lambda each: bool(each.ends & concerned) and not judge().permits(each)]
 
 
 def _now(parts: Parts, network: Network, row: ExposureRow) -> Exposed:
