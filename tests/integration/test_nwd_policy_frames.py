@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -16,6 +17,7 @@ import pytest
 
 from chv.common.wire.nwd import L2Mode
 from chv.nwd.nft import counters
+from chv.nwd.nft.spoof import LOCALS_MAX
 from tests.integration import nwd_frames as frames
 from tests.integration.nwd_frames import IPV4, IPV6, checksum, ethernet, ipv6, mac_bytes
 from tests.integration.nwd_policy_rig import (
@@ -32,6 +34,7 @@ from tests.integration.nwd_policy_rig import (
 pytestmark = [pytest.mark.root, needs_namespaces]
 MARK, BARRIER = b"CHV-MARK", 0x0EEE
 NOBODY, STRANGER = "00:00:00:00:00:00", "02:00:00:00:0b:77"
+GATEWAY_MAC = "02:00:00:00:0a:01"
 ALL_NODES, ALL_NODES_MAC = "ff02::1", "33:33:00:00:00:01"
 LOCAL = "fe80::b:1"
 ICMPV6, UDP, FRAGMENT, DESTINATION_OPTIONS = 58, 17, 44, 60
@@ -266,6 +269,41 @@ async def test_drops_are_counted_for_the_port_that_sent_and_by_reason() -> None:
         expected = {reason: len(each) for reason, each in sent.items()}
         assert counters.drops_of(found, me.nic.tap, me.nic.addresses) == expected
         assert counters.drops_of(found, victim.nic.tap, victim.nic.addresses) == {}
+
+
+def solicitation(mac: str, source: str) -> bytes:
+    """Return what makes the gateway remember its sender: a question with a link-layer address."""
+    body = neighbour(mac, GATEWAY6, solicited=True) + bytes((1, 1)) + mac_bytes(mac)
+    message = upper6(source, GATEWAY6, ICMPV6, body)
+    return ethernet(GATEWAY_MAC, mac, IPV6, ipv6(source, GATEWAY6, ICMPV6, message))
+
+
+async def test_a_guest_that_makes_up_addresses_does_not_fill_the_table_of_neighbours() -> None:
+    async with open_rig(2) as rig:
+        me, victim = rig.guests
+
+        def remembered() -> set[str]:
+            listing = inside(rig.tenant, lambda: run(["ip", "-6", "neigh", "show", "dev", BRIDGE]))
+            return {line.split()[0] for line in listing.splitlines() if "fe80::bad" in line}
+
+        made_up = [solicitation(me.nic.mac, f"fe80::bad:{number:x}") for number in range(200)]
+        with places(rig, me, victim) as at:
+            seen = [at.seen({"": frame}) for frame in made_up]
+            assert sum(map(len, seen)) == LOCALS_MAX
+            assert len(remembered()) == LOCALS_MAX
+            assert at.seen({"": made_up[0]}), "one that is known stays so"
+            other = solicitation(me.nic.mac, me.address6)
+            assert at.seen({"": other}), "its own address is no matter of this"
+        with places(rig, victim, me) as at:
+            assert at.seen({"": solicitation(victim.nic.mac, LOCAL)}), "nor are other guests"
+            rig.nft_text("delete table bridge chv")
+        with places(rig, me, victim) as at:
+            assert all(at.seen({"": frame}) for frame in made_up)
+            assert len(remembered()) == len(made_up)
+
+
+def run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 async def test_whether_an_own_address_is_a_duplicate_is_asked_in_vain_and_not_counted() -> None:

@@ -3,8 +3,10 @@
 Stateless, by port: every frame from a port carries that port's MAC and one of its addresses, ARP
 and neighbour discovery tell the truth about them, nobody plays DHCP server or router, everything
 unknown is dropped, IPv6 too where the network has none. RARP stays: VMMs announce a resumed guest
-with it. A link-local address is the guest's own choice, the gateway's excepted. The frame is the
-same for any NICs; dropped packets are counted by port and reason.
+with it. A link-local address is the guest's own choice, the gateway's excepted, but it makes up few
+of them: each is an entry in the kernel's table of neighbours, which all namespaces of the machine
+share, the host's included. The frame is the same for any NICs; dropped packets are counted by port
+and reason.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ REASONS = (
 )
 # What nothing was counted for in so long is forgotten.
 _COUNTED_FOR = "7d"
+# Link-local addresses of a port: so many at once, then one a minute, each known for half an hour.
+LOCALS_MAX = 16
+_NEW_LOCALS = f"limit rate over 1/minute burst {LOCALS_MAX} packets"
 _SOLICITED = "{ nd-neighbor-solicit, mld-listener-report, mld2-listener-report }"
 
 
@@ -45,7 +50,7 @@ def table(*, v6: bool) -> str:
  set port_address {{ type ifname . ether_addr . ipv4_addr; }}
  set port_address6 {{ type ifname . ether_addr . ipv6_addr; }}
  set port_target {{ typeof iifname . @th,64,128; }}
-{counted}{_ARP_AND_IP}{_IP6 if v6 else ""} chain prerouting {{
+{counted}{_ARP_AND_IP}{_LOCALS + _IP6 if v6 else ""} chain prerouting {{
   type filter hook prerouting priority -200; policy drop;
   iifname . ether saddr != @port_mac goto drop_spoofed_mac
   ether type vmap {{ arp : goto arp_check, ip : goto ip_check, 0x8035 : accept{ip6} }}
@@ -80,6 +85,21 @@ _ARP_AND_IP = """ chain arp_check {
  }
 """
 
+# A set that is full keeps no address, and each packet then counts as a new one.
+_LOCALS = f""" set port_local {{
+  type ifname . ipv6_addr; flags dynamic,timeout; timeout 30m; size {text.DYNAMIC_MAX};
+ }}
+ set new_locals {{
+  type ifname; flags dynamic,timeout; timeout 1h; size {text.DYNAMIC_MAX};
+ }}
+ chain local_check {{
+  iifname . ip6 saddr @port_local goto target_check
+  update @new_locals {{ iifname {_NEW_LOCALS} }} goto drop_spoofed_address
+  add @port_local {{ iifname . ip6 saddr }}
+  goto target_check
+ }}
+"""
+
 # A target address lies 8 bytes behind the start of the ICMPv6 header. The first check of
 # `target_check` is its own rule, for a negative match on a type passes over what is not ICMPv6.
 # Whether an own address is a duplicate is answered by silence: nobody else can have it, and the
@@ -91,7 +111,7 @@ _IP6 = f""" chain ip6_check {{
   exthdr frag exists jump fragment_check
   ip6 saddr :: icmpv6 type {_SOLICITED} goto unspecified_check
   ip6 saddr {GATEWAY_LINK_LOCAL} goto drop_spoofed_address
-  ip6 saddr fe80::/10 goto target_check
+  ip6 saddr fe80::/10 goto local_check
   iifname . ether saddr . ip6 saddr @port_address6 goto target_check
   goto drop_spoofed_address
  }}
