@@ -58,7 +58,10 @@ class Work:
         """Apply steps in order; those in a row that need the namespace's thread in one trip."""
         for inside, each in groupby(plan, is_inner):
             if inside:
-                await netns.inside(self._path, partial(self._inner.apply, list(each)))
+                run = list(each)
+                await netns.inside(self._path, partial(self._inner.apply, run))
+                if any(isinstance(step, steps.SetDefaultRoute) for step in run):
+                    await self._notice_carrier()
                 continue
             for step in each:
                 await self._apply_one(step)
@@ -74,11 +77,9 @@ class Work:
             case steps.MakeNetns():
                 self._forget_rules()
                 await anyio.to_thread.run_sync(netns.create, self._name)
-            case steps.SetSysctls(place=place):
-                await self._set_sysctls(place)
-            case steps.MakeBridge(link=link):
-                rtnl = await self._sockets.inner()
-                await rtnl.add_bridge(link.name, link.mac, link.mtu)
+            case steps.SetSysctls():
+                wanted = self._blueprint.host_sysctls
+                await anyio.to_thread.run_sync(lambda: sysctl.write(sysctl.differing(wanted)))
             case steps.MakeUplink(host=host, inner=inner):
                 await self._make_uplink(host, inner)
             case (
@@ -89,7 +90,7 @@ class Work:
                 | steps.DeleteAddress()
             ):
                 await self._apply_to_link(step)
-            case steps.SetDefaultRoute() | steps.AddRoute() | steps.DeleteRoute():
+            case steps.AddRoute() | steps.DeleteRoute():
                 await self._apply_to_paths(step)
             case steps.StopDns():
                 await self._parts.workers.stop(self._network_id)
@@ -133,14 +134,8 @@ class Work:
             case _:
                 assert_never(step)
 
-    async def _apply_to_paths(
-        self, step: steps.SetDefaultRoute | steps.AddRoute | steps.DeleteRoute
-    ) -> None:
+    async def _apply_to_paths(self, step: steps.AddRoute | steps.DeleteRoute) -> None:
         match step:
-            case steps.SetDefaultRoute(gateway=gateway):
-                rtnl, link = await self._find(Place.INNER, UPLINK)
-                await rtnl.replace_default_route(link, gateway)
-                await self._notice_carrier()
             case steps.AddRoute(name=name, target=target, gateway=gateway):
                 rtnl, link = await self._find(Place.HOST, name)
                 await rtnl.add_route(link, target, gateway)
@@ -149,13 +144,6 @@ class Work:
                 await rtnl.delete_route(link, target, gateway)
             case _:
                 assert_never(step)
-
-    async def _set_sysctls(self, place: Place) -> None:
-        if place is Place.HOST:
-            path, wanted = netns.OWN, self._blueprint.host_sysctls
-        else:
-            path, wanted = self._path, self._blueprint.sysctls
-        await netns.inside(path, lambda: sysctl.write(sysctl.differing(wanted)))
 
     async def _rtnl(self, place: Place) -> Rtnl:
         if place is Place.HOST:
@@ -225,6 +213,7 @@ class Work:
 
     async def _make_uplink(self, host: WantedLink, inner: WantedLink) -> None:
         rtnl = await self._sockets.host()
+        self._sockets.links.pop(inner.name, None)
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             await rtnl.add_veth(host.name, host.mtu, (host.alias, inner.name, fd))

@@ -16,16 +16,32 @@ from chv.common.errors import NotFound
 from chv.common.failpoint import failpoint_sync
 from chv.nwd import runfiles, steps
 from chv.nwd.blueprint import Blueprint
-from chv.nwd.kernel import link_changes, links, neighbours, netlink, tap, tc
+from chv.nwd.kernel import link_changes, links, neighbours, netlink, sysctl, tap, tc
 from chv.nwd.kernel.link_changes import Change
 from chv.nwd.kernel.links import Link
 from chv.nwd.loading import load_rules
 from chv.nwd.parts import Parts
-from chv.nwd.plan import BRIDGE
+from chv.nwd.plan import BRIDGE, UPLINK
 from chv.nwd.shaping import Shaping
 from chv.nwd.steps import Place, WantedLink, step_name
 
-_LinkStep: TypeAlias = steps.DeleteLink | steps.ChangeLink | steps.IsolatePort | steps.LinkUp
+_PlacedStep: TypeAlias = (
+    steps.DeleteLink
+    | steps.ChangeLink
+    | steps.LinkUp
+    | steps.AddAddress
+    | steps.DeleteAddress
+    | steps.SetSysctls
+)
+_LinkStep: TypeAlias = (
+    steps.DeleteLink
+    | steps.ChangeLink
+    | steps.IsolatePort
+    | steps.LinkUp
+    | steps.AddAddress
+    | steps.DeleteAddress
+    | steps.SetDefaultRoute
+)
 _PlacelessStep: TypeAlias = (
     steps.MakeTap
     | steps.DropIdleTap
@@ -37,13 +53,15 @@ _PlacelessStep: TypeAlias = (
     | steps.DeleteProxy
     | steps.WriteFiles
     | steps.TellDns
+    | steps.MakeBridge
+    | steps.SetDefaultRoute
 )
-InnerStep: TypeAlias = _PlacelessStep | steps.DeleteLink | steps.ChangeLink | steps.LinkUp
+InnerStep: TypeAlias = _PlacelessStep | _PlacedStep
 
 
 def is_inner(step: steps.Step) -> bool:
     """Tell whether a step is one of these."""
-    if isinstance(step, steps.DeleteLink | steps.ChangeLink | steps.LinkUp):
+    if isinstance(step, _PlacedStep):
         return step.place is Place.INNER
     return isinstance(step, _PlacelessStep)
 
@@ -86,8 +104,10 @@ class Inner:
 
     def _apply(self, ask: socket.socket, step: InnerStep) -> None:
         match step:
-            case steps.DeleteLink() | steps.ChangeLink() | steps.IsolatePort() | steps.LinkUp():
-                self._apply_to_link(ask, step)
+            case steps.SetSysctls():
+                sysctl.write(sysctl.differing(self._blueprint.sysctls))
+            case steps.MakeBridge(link=link):
+                link_changes.add_bridge(ask, link.name, link.mac, link.mtu)
             case steps.MakeTap(link=link):
                 tap.make(link.name, link.owner_uid, is_multi_queue=link.queues > 1)
                 self._found.pop(link.name, None)
@@ -102,6 +122,13 @@ class Inner:
                 neighbours.add_proxy(self._find(ask, BRIDGE).index, address)
             case steps.DeleteProxy(address=address):
                 neighbours.delete_proxy(self._find(ask, BRIDGE).index, address)
+            case steps.WriteFiles() | steps.TellDns() | steps.LoadRules():
+                self._apply_to_texts(step)
+            case _:
+                self._apply_to_link(ask, step)
+
+    def _apply_to_texts(self, step: steps.WriteFiles | steps.TellDns | steps.LoadRules) -> None:
+        match step:
             case steps.LoadRules():
                 load_rules(self._parts, self._network_id, self._blueprint.rules, self._verb)
             case steps.WriteFiles():
@@ -124,6 +151,12 @@ class Inner:
                 link_changes.isolate(ask, self._find(ask, name), isolated=isolated)
             case steps.LinkUp(name=name):
                 link_changes.set_up(ask, self._find(ask, name))
+            case steps.AddAddress(name=name, cidr=cidr):
+                link_changes.add_address(ask, self._find(ask, name), cidr)
+            case steps.DeleteAddress(name=name, cidr=cidr):
+                link_changes.delete_address(ask, self._find(ask, name), cidr)
+            case steps.SetDefaultRoute(gateway=gateway):
+                link_changes.replace_default_route(ask, self._find(ask, UPLINK), gateway)
             case _:
                 assert_never(step)
 

@@ -1,7 +1,7 @@
-"""Changing links of a namespace by messages of our own: a tenth of what a library takes.
+"""Changing links, addresses and routes of a namespace by messages: a tenth of a library's time.
 
-Call in the namespace, or with a socket that was opened there. For what every attach of a NIC does;
-what is done once a network is in `rtnl`.
+Call in the namespace, or with a socket that was opened there. What is done on the host's side is
+in `rtnl`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,26 @@ import errno
 import socket
 import struct
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_interface
 
 from chv.nwd.kernel import netlink
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 
-_SET_LINK, _DELETE_LINK = 19, 17
+_NEW_LINK, _SET_LINK, _DELETE_LINK = 16, 19, 17
+_NEW_ADDRESS, _DELETE_ADDRESS, _NEW_ROUTE = 20, 21, 24
+_REPLACE, _EXCLUSIVE, _CREATE = 0x100, 0x200, 0x400
 _INFO = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
 _ADDRESS, _MTU, _MASTER, _PROTINFO, _IFALIAS = 1, 4, 10, 12, 20
+_IFNAME, _LINKINFO, _INFO_KIND, _INFO_DATA = 3, 18, 1, 2
+_FORWARD_DELAY, _STP_STATE, _SNOOPING = 1, 5, 23
 _NESTED, _PORT_ISOLATED = 0x8000, 33
+_IP = struct.Struct("=4Bi")  # ifaddrmsg: family, length, flags, scope, link
+_IP_ADDRESS, _IP_LOCAL = 1, 2
+_NO_DAD = 0x02  # usable at once: nobody else can have an address that we give
+_ROUTE = struct.Struct("=8BI")  # rtmsg: family, lengths, tos, table, protocol, scope, type, flags
+_OUT, _GATEWAY = 4, 5
+_MAIN, _STATIC, _UNICAST = 254, 4, 1
 _UP = 1
 
 
@@ -73,5 +84,57 @@ def delete(ask: socket.socket, link: Link) -> None:
                 raise
 
 
-def _tell(ask: socket.socket, kind: int, body: bytes) -> None:
-    netlink.ask(ask, netlink.message(kind, netlink.ACK, body))
+def add_bridge(ask: socket.socket, name: str, mac: str, mtu: int) -> None:
+    """Make a bridge with its MAC and MTU from the start: neither then follows a port."""
+    options = netlink.attribute(_STP_STATE, struct.pack("=I", 0))
+    options += netlink.attribute(_FORWARD_DELAY, struct.pack("=I", 0))
+    options += netlink.attribute(_SNOOPING, b"\0")
+    kind = netlink.attribute(_INFO_KIND, b"bridge") + netlink.attribute(_INFO_DATA, options)
+    body = _INFO.pack(0, 0, 0, 0, 0) + netlink.attribute(_IFNAME, name.encode() + b"\0")
+    body += netlink.attribute(_ADDRESS, bytes.fromhex(mac.replace(":", "")))
+    body += netlink.attribute(_MTU, struct.pack("=I", mtu)) + netlink.attribute(_LINKINFO, kind)
+    with translated(f"making bridge {name}"):
+        _tell(ask, _NEW_LINK, body, _CREATE | _EXCLUSIVE)
+
+
+def add_address(ask: socket.socket, link: Link, cidr: str) -> None:
+    """Add an address; one that is there already is fine."""
+    with translated(f"adding address {cidr} to {link.name}"):
+        try:
+            _tell(ask, _NEW_ADDRESS, _address(link, cidr), _CREATE | _EXCLUSIVE)
+        except FileExistsError:
+            return
+
+
+def delete_address(ask: socket.socket, link: Link, cidr: str) -> None:
+    """Remove an address; one that is gone already is fine."""
+    with translated(f"removing address {cidr} from {link.name}"):
+        try:
+            _tell(ask, _DELETE_ADDRESS, _address(link, cidr))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                raise
+
+
+def _address(link: Link, cidr: str) -> bytes:
+    interface = ip_interface(cidr)
+    is_v6, packed = interface.version == 6, interface.ip.packed
+    family, flags = (socket.AF_INET6, _NO_DAD) if is_v6 else (socket.AF_INET, 0)
+    body = _IP.pack(family, interface.network.prefixlen, flags, 0, link.index)
+    body += netlink.attribute(_IP_ADDRESS, packed)
+    return body if is_v6 else body + netlink.attribute(_IP_LOCAL, packed)
+
+
+def replace_default_route(ask: socket.socket, link: Link, gateway: str) -> None:
+    """Make `gateway`, on `link`, the default route of its family."""
+    address = ip_address(gateway)
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    body = _ROUTE.pack(family, 0, 0, 0, _MAIN, _STATIC, 0, _UNICAST, 0)
+    body += netlink.attribute(_GATEWAY, address.packed)
+    body += netlink.attribute(_OUT, struct.pack("=i", link.index))
+    with translated(f"setting the default route to {gateway}"):
+        _tell(ask, _NEW_ROUTE, body, _CREATE | _REPLACE)
+
+
+def _tell(ask: socket.socket, kind: int, body: bytes, flags: int = 0) -> None:
+    netlink.ask(ask, netlink.message(kind, flags | netlink.ACK, body))

@@ -21,7 +21,6 @@ from chv.common.errors import Conflict
 from chv.nwd.kernel import links, netns
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
-from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6
 
 _ANY_SCOPE = 255
 _NO_DAD = 0x02  # usable at once: nobody else can have an address that we give
@@ -38,20 +37,6 @@ class Rtnl:
         """Return one link."""
         found = await netns.inside(self._path, lambda: links.read([name]))
         return found.get(name)
-
-    async def add_bridge(self, name: str, mac: str, mtu: int) -> None:
-        """Make a bridge with its MAC and MTU from the start: neither then follows a port."""
-        with translated(f"making bridge {name}"):
-            await self._ipr.link(
-                "add",
-                ifname=name,
-                kind="bridge",
-                address=mac,
-                mtu=mtu,
-                br_stp_state=0,
-                br_forward_delay=0,
-                br_mcast_snooping=0,
-            )
 
     async def add_veth(self, name: str, mtu: int, peer: tuple[str, str, int]) -> None:
         """Make a pair: `name` here with an alias, `peer` = (alias, peer's name, its netns fd)."""
@@ -108,12 +93,6 @@ class Rtnl:
             except NetlinkError as error:
                 if error.code not in (errno.EADDRNOTAVAIL, errno.ENODEV):
                     raise
-
-    async def replace_default_route(self, link: Link, gateway: str) -> None:
-        """Make `gateway`, on `link`, the default route of its family."""
-        target = DEFAULT_ROUTE6 if ":" in gateway else DEFAULT_ROUTE
-        with translated(f"setting the default route to {gateway}"):
-            await self._ipr.route("replace", dst=target, gateway=gateway, oif=link.index)
 
     async def add_route(self, link: Link, target: str, gateway: str) -> None:
         """Route `target` to a gateway on a link; Conflict when it is routed elsewhere."""
