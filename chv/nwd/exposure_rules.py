@@ -3,8 +3,8 @@
 An address is the node's own, one of the network's public ones, or a free one of its subnets. The
 same protocol, address and port belong to one exposure. What comes to any of the node's addresses
 arrives in the network at its one uplink address: two exposures of a network therefore cannot have
-the same port on different addresses of the node. A range keeps its ports: `target_port` is then
-none, or the first port itself.
+the same port on different addresses of the node. A port that the node itself listens on is not
+taken from it. A range keeps its ports: `target_port` is then none, or the first port itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from chv.common.names import check_address, check_cidr
 from chv.common.wire.nwd import L2Mode
 from chv.common.wire.nwd_policy import Exposure, IpProtocol
 from chv.nwd.addresses import gateway6
+from chv.nwd.kernel.listeners import Listener
 from chv.nwd.parts import Parts
 from chv.nwd.policy import family
 from chv.nwd.records import ExposureRow, Network, Wanted
@@ -126,6 +127,38 @@ class Checks:
 
     def _public(self, network_id: str) -> list[str]:
         return self._records.networks[network_id].topology.public_addresses
+
+
+def refuse_listened(
+    exposure: Exposure,
+    host: Iterable[str],
+    old: ExposureRow | None,
+    listening: Iterable[Listener],
+) -> None:
+    """Raise where the node itself listens on what the exposure does not have yet."""
+    first, last = exposure.port, exposure.port_end or exposure.port
+    known = old is not None and _has(old.exposure, exposure.protocol, first, last)
+    held = old.host_addresses if old is not None and known else []
+    for text in host:
+        port = next(
+            (
+                each.port
+                for each in listening
+                if each.protocol == exposure.protocol.value and each.takes(text, first, last)
+            ),
+            0,
+        )
+        if port and text not in held:
+            raise InUse(
+                f"the node itself listens on {exposure.protocol.value} port {port} of {text}",
+                field="exposure.port",
+                hint="choose another port or address, or end what listens there (ss -lntup)",
+            )
+
+
+def _has(exposure: Exposure, protocol: IpProtocol, first: int, last: int) -> bool:
+    own_last = exposure.port_end or exposure.port
+    return exposure.protocol is protocol and exposure.port <= first and last <= own_last
 
 
 def _taken(address: str, exposure: Exposure, other: Exposure, field: str) -> AlreadyExists:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ipaddress import ip_address, ip_network
 
+import anyio.to_thread
 import msgspec
 
 from chv.common.errors import (
@@ -30,8 +31,9 @@ from chv.common.wire.nwd_policy import (
     TargetInfo,
 )
 from chv.nwd import policy
-from chv.nwd.exposure_rules import Checks
+from chv.nwd.exposure_rules import Checks, refuse_listened
 from chv.nwd.keeper import Keeper
+from chv.nwd.kernel import listeners
 from chv.nwd.networks import refuse_stale
 from chv.nwd.records import Drain, ExposureRow, Footprint, Health, Network, Wanted
 
@@ -128,6 +130,9 @@ class Exposures:
         if old is not None and old.generation == generation:
             return
         host_addresses = self._checks.check(exposure, network, node)
+        if host_addresses:
+            listening = await anyio.to_thread.run_sync(listeners.read)
+            refuse_listened(exposure, host_addresses, old, listening)
         row = ExposureRow(
             exposure=exposure,
             generation=generation,

@@ -182,7 +182,7 @@ class NicRows:
         return {text: row.exposure.exposure_id for row in rows for text in row.exposure.addresses}
 
     def _refuse_exposed(self, address: str, field: str, network_id: str) -> None:
-        owner = self._exposed(network_id).get(address)
+        owner = self._exposed(network_id).get(_usual(address))
         if owner is not None:
             raise InUse(f"{address} belongs to exposure {owner}", field=field, resource=owner)
 

@@ -458,6 +458,54 @@ async def test_a_range_keeps_its_ports() -> None:
         assert await ask(farm.wan, port=81) == b""
 
 
+def listening(name: str, address: str, port: int, kind: int) -> socket.socket:
+    def make() -> socket.socket:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        found = socket.socket(family, kind)
+        found.bind((address, port))
+        if kind == socket.SOCK_STREAM:
+            found.listen()
+        return found
+
+    return inside(name, make)
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "protocol"),
+    [
+        ("0.0.0.0", socket.SOCK_STREAM, IpProtocol.TCP),
+        (HOST_ADDRESS, socket.SOCK_STREAM, IpProtocol.TCP),
+        ("::", socket.SOCK_STREAM, IpProtocol.TCP),
+        ("0.0.0.0", socket.SOCK_DGRAM, IpProtocol.UDP),
+    ],
+)
+async def test_a_port_that_the_node_listens_on_stays_its_own(
+    address: str, kind: int, protocol: IpProtocol
+) -> None:
+    async with open_node() as node:
+        network, exposure_id = IDS.uid(), IDS.uid()
+        await node.ensure(network)
+        wanted: dict[str, Any] = {"addresses": [HOST_ADDRESS], "protocol": protocol}
+        with listening(node.sandbox.host, address, 2222, kind):
+            for changes in ({"port": 2222}, {"port": 2000, "port_end": 2300}):
+                with pytest.raises(InUse, match=f"port 2222 of {HOST_ADDRESS}"):
+                    await set_exposure(node, network, IDS.uid(), **(wanted | changes))
+            await set_exposure(node, network, exposure_id, port=2223, **wanted)
+        with listening(node.sandbox.host, address, 2223, kind):  # who comes later finds it taken
+            await set_exposure(node, network, exposure_id, 2, port=2223, drain_s=1, **wanted)
+        with listening(node.sandbox.host, "127.0.0.1", 2224, kind):  # another address
+            await set_exposure(node, network, exposure_id, 3, port=2224, **wanted)
+
+
+async def test_an_address_of_an_exposure_is_no_guests_however_it_is_written() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network, subnet6="fd00:7::/64")
+        await set_exposure(node, network, IDS.uid(), addresses=["fd00:7::fa"], port=80)
+        with pytest.raises(InUse, match="exposure"):
+            await node.attach(network, address6="fd00:7:0::fa")
+
+
 async def test_what_is_taken_is_refused_and_a_network_with_exposures_stays() -> None:
     async with open_node() as node, open_farm(node, 1) as farm:
         await farm.expose()
