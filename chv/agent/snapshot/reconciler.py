@@ -120,8 +120,9 @@ class SnapshotReconciler(SimpleReconciler):
     async def _take(self, stored: StoredObject, volumes: dict[str, stord.VolumeInfo]) -> Outcome:
         parts, self._sent = _facts(stored).parts, False
         try:
-            if not parts:
-                await self._record(parts=self._choose(stored))
+            chosen = self._choose(stored)
+            if parts != chosen:  # for the first time, or the VM has taken or left a disk since
+                await self._record(parts=chosen)
                 return Again()
             await self._create(stored, parts, volumes)
         except MAY_PASS as error:
@@ -150,12 +151,17 @@ class SnapshotReconciler(SimpleReconciler):
         )
 
     def _choose(self, stored: StoredObject) -> tuple[SnapshotPart, ...]:
-        """Return the volumes that are frozen together: decided once."""
+        """Return the volumes that are frozen together: decided once, but for what the VM has."""
         snapshot, tables = _snapshot(stored), self._context.ledger.tables
+        before = _facts(stored).parts
+        if before and not snapshot.spec.virtual_machine:
+            return before
         namespace = snapshot.metadata.namespace
         names = [snapshot.spec.volume]
         if snapshot.spec.virtual_machine:
             vm = tables.find("VirtualMachine", namespace, snapshot.spec.virtual_machine)
+            if vm is None and before:
+                return before
             if vm is None:
                 raise NotFound(f"there is no VM {snapshot.spec.virtual_machine!r}")
             assert isinstance(vm.resource, VirtualMachine)
