@@ -126,7 +126,7 @@ class SimHost:
         """The storage daemon of a VM dies under it."""
         self.stord.lose_backend(vm_uid)
         process = self.live(vm_uid)
-        if process is not None:
+        if process is not None and process.disks:  # without one it has lost nothing
             process.reset_due = True
 
     def settle(self, process: SimProcess) -> None:
