@@ -13,7 +13,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from chv.common import logs
-from chv.common.errors import ChvError, DataLoss
+from chv.common.errors import ChvError, DataLoss, Internal
 from chv.common.failpoint import failpoint
 from chv.common.secret import Secret
 from chv.common.wire.stord import VolumeFormat
@@ -63,6 +63,9 @@ class Integrity:
         except ChvError as error:
             log.error("volume_damaged", volume_id=volume_id, error=error)
             self._failed[volume_id] = error
+        except Exception as error:
+            log.exception("volume_unchecked", error, volume_id=volume_id)  # noqa: TRY401  our logger
+            self._failed[volume_id] = Internal("the check failed inside stord", resource=volume_id)
         finally:
             del self._running[volume_id]
             ended.set()

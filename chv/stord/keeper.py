@@ -265,6 +265,13 @@ class Keeper:
                 self.tasks.start_soon(self._until_gone, vm_id, each)
 
     async def _until_gone(self, vm_id: str, worker: WorkerRecord) -> None:
+        """The firewall of one watch: what it misses is found by the next pulse."""
+        try:
+            await self._after_end(vm_id, worker)
+        except Exception as error:
+            log.exception("watch_failed", error, vm_id=vm_id)  # noqa: TRY401  it is our logger
+
+    async def _after_end(self, vm_id: str, worker: WorkerRecord) -> None:
         await wait_gone(worker)
         self._watched.discard(worker.worker_id)
         # At once, without the lock: a VMM that reconnects must find no dead path.
