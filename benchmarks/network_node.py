@@ -18,6 +18,7 @@ from typing import Any
 
 import anyio
 
+from chv.common.rpc import Client
 from chv.common.wire import nwd as wire
 from chv.common.wire import nwd_policy as policy
 from tests.integration.nwd_helpers import IDS, Node, meta
@@ -30,6 +31,7 @@ class BenchNode(Node):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        self.line: Client | None = None
         self.config.write_text(self.config.read_text().replace("debug", "info"))
 
     def _start(self, failpoints: str) -> None:
@@ -48,11 +50,31 @@ class BenchNode(Node):
             if ready.read() != b"ready\n":
                 raise RuntimeError(self.log.read_text()[-2000:])
 
+    async def call(self, method: Any, params: Any) -> Any:
+        """Call on the connection that is kept, if there is one."""
+        if self.line is None:
+            return await super().call(method, params)
+        return await self.line.call(method, params)
+
+    @asynccontextmanager
+    async def kept_line(self) -> AsyncIterator[None]:
+        """Make the calls of the block on one connection, as the agent does."""
+        async with self.client() as self.line:
+            try:
+                yield
+            finally:
+                self.line = None
+
     @property
     def pid(self) -> int:
         """Return the process of nwd."""
         assert self.process is not None
         return self.process.pid
+
+    def cpu_s(self) -> float:
+        """Return the processor time that nwd has taken."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def make_network(self, **changes: Any) -> str:
         """Make a network of both families; return its id."""

@@ -38,7 +38,7 @@ class NicPass:
             if netns.presence(name) is not netns.Presence.PRESENT:
                 return None
             inode = netns.inode(path)
-        return netns.call_in(path, lambda: self._inside(inode))
+        return netns.visit(path, lambda: self._inside(inode))
 
     def _inside(self, inode: int) -> list[Step] | None:
         found = self._links()

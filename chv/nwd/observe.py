@@ -105,7 +105,7 @@ def _look(parts: Parts, network_id: str) -> _Look:
             shapes=tc.read(found, _ifbs(parts, network_id, found)),
         )
 
-    return netns.call_in(path, visit)
+    return netns.visit(path, visit)
 
 
 def _ifbs(parts: Parts, network_id: str, found: Mapping[str, Link]) -> dict[str, str]:

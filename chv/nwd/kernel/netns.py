@@ -1,9 +1,10 @@
 """Network namespaces by name, and running a function inside one.
 
 A namespace cannot be entered by the thread of an event loop, and forking costs milliseconds and
-duplicates every descriptor, so `call_in` uses a thread that lives for one call. Names are files in
-/run/netns, made as iproute2 makes them, so that `ip netns` shows them. A file there that is no
-namespace is debris of a kill between making and mounting it.
+duplicates every descriptor: `inside` sends a thread of the pool there and back, and `call_in` uses
+one that lives for one call. Names are files in /run/netns, made as iproute2 makes them, so that
+`ip netns` shows them. A file there that is no namespace is debris of a kill between making and
+mounting it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
@@ -124,7 +126,36 @@ def call_in(path: str, function: Callable[[], T]) -> T:
 
 async def inside(path: str, function: Callable[[], T]) -> T:
     """Run a function in the namespace at `path` without holding up the event loop."""
-    return await anyio.to_thread.run_sync(call_in, path, function)
+    return await anyio.to_thread.run_sync(visit, path, function)
+
+
+def visit(path: str, function: Callable[[], T]) -> T:
+    """Run a function in the namespace at `path` and come back. Not for the first thread. Blocks.
+
+    What the first thread is in counts as this process's own namespace.
+    """
+    home = _home()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        syscalls.join_netns(fd)
+    finally:
+        os.close(fd)
+    try:
+        return function()
+    finally:
+        _return(home)
+
+
+@cache
+def _home() -> int:
+    return os.open(OWN, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _return(home: int) -> None:
+    try:
+        syscalls.join_netns(home)
+    except OSError:
+        os.abort()  # whatever this thread did next would be done in a wrong namespace
 
 
 def _in_thread(function: Callable[[], T]) -> T:
