@@ -20,7 +20,7 @@ from chv.nwd.nft import rules
 from chv.nwd.nft.model import MASQUERADE, NetworkRules
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.plan import BRIDGE, UPLINK, VETH, DesiredNetwork
-from chv.nwd.policy import NOTHING, Policy, nic_rules
+from chv.nwd.policy import NOTHING, Policy, rules_of_nics
 from chv.nwd.records import Network, Nic
 from chv.nwd.shaping import shaping
 from chv.nwd.steps import WantedLink
@@ -85,7 +85,7 @@ def draw(
 ) -> Blueprint:
     """Return the blueprint of a network with these NICs."""
     frame = _FRAMES.get(network.network_id, (layout, settings, network), _frame)
-    parts = [_PARTS.get(nic.nic_id, (layout, network, nic), _nic_parts) for nic in nics]
+    parts = _PARTS.get_each(((nic.nic_id, (layout, network, nic)) for nic in nics), _nic_parts)
     ruleset = rules.render(network_rules(layout, settings, network, nics, policy))
     files = dnsmasq.files([part.dns for part in parts], frame.dns)
     desired = replace(
@@ -306,7 +306,7 @@ def network_rules(
         source6="" if is_routed else MASQUERADE,
         metadata=topology.metadata,
         forwarders=forwarders(settings, network),
-        nics=[nic_rules(layout, nic) for nic in nics],
+        nics=rules_of_nics(layout, nics),
         groups=policy.groups,
         exposures=policy.exposures,
     )

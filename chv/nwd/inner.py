@@ -132,7 +132,9 @@ class Inner:
             case steps.LoadRules():
                 load_rules(self._parts, self._network_id, self._blueprint.rules, self._verb)
             case steps.WriteFiles():
-                runfiles.write_files(self._parts.layout, self._network_id, self._blueprint.files)
+                blueprint, layout = self._blueprint, self._parts.layout
+                digest = blueprint.desired.files
+                runfiles.write_files(layout, self._network_id, blueprint.files, digest)
             case steps.TellDns():
                 self._tell()
             case _:

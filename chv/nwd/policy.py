@@ -54,6 +54,11 @@ def nic_rules(layout: Layout, nic: Nic) -> NicRules:
     return _KEPT.get(nic.nic_id, (layout, nic), _nic_rules)
 
 
+def rules_of_nics(layout: Layout, nics: Iterable[Nic]) -> list[NicRules]:
+    """Return the same of many."""
+    return _KEPT.get_each(((nic.nic_id, (layout, nic)) for nic in nics), _nic_rules)
+
+
 def _nic_rules(layout: Layout, nic: Nic) -> NicRules:
     return NicRules(
         nic_id=nic.nic_id,

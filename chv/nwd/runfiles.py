@@ -78,12 +78,12 @@ def _mark(status: os.stat_result) -> tuple[int, ...]:
     return (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def write_files(layout: Layout, network_id: str, files: dict[str, str]) -> None:
-    """Write the files that dnsmasq reads."""
+def write_files(layout: Layout, network_id: str, files: dict[str, str], digest: str) -> None:
+    """Write the files that dnsmasq reads, of this digest."""
     directory = prepare(layout, network_id)
     written = {name: replace(directory / name, files[name], layout.dns_uid) for name in files}
     marks = tuple(_mark(written[name]) for name in _READ)
-    _WRITTEN[directory] = (marks, dnsmasq.files_digest(files))
+    _WRITTEN[directory] = (marks, digest)
 
 
 def empty_leases(layout: Layout, network_id: str) -> None:

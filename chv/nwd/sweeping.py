@@ -80,14 +80,19 @@ def over(parts: Parts, row: ExposureRow, now_s: float) -> list[Drain]:
 
 # --- what ends
 async def _end(parts: Parts, network: Network, due: _Due, now_s: float) -> None:
-    inner = [
-        *_of_groups(parts, network, due),
-        *(each for row in due.exposures for each in _of_exposure(parts, network, row, now_s)),
-    ]
+    path = parts.netns_path(network.network_id)
+    is_busy = await netns.inside(path, conntrack.is_any)
+    inner = (
+        []
+        if not is_busy
+        else [
+            *_of_groups(parts, network, due),
+            *(each for row in due.exposures for each in _of_exposure(parts, network, row, now_s)),
+        ]
+    )
     host = [each for row in due.exposures for each in _on_host(parts, network, row)]
     ended = 0
     if inner:
-        path = parts.netns_path(network.network_id)
         ended += await netns.inside(path, lambda: conntrack.end(_any(inner)))
     if host:
         ended += await anyio.to_thread.run_sync(conntrack.end, _any(host))

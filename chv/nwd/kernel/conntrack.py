@@ -83,9 +83,14 @@ def tracked() -> set[str]:
     return {address for each in read() for address in each.ends}
 
 
+def is_any() -> bool:
+    """Tell whether anything is tracked: a list takes a walk through the whole host's table."""
+    return sysctl.read(_COUNT) != "0"
+
+
 def _list(asker: socket.socket) -> list[Connection]:
-    if sysctl.read(_COUNT) == "0":
-        return []  # the kernel would walk the whole host's table, which takes 15 ms
+    if not is_any():
+        return []
     request = netlink.message(_GET, netlink.DUMP, _FAMILY.pack(socket.AF_UNSPEC, 0, 0))
     return [_connection(body) for body in netlink.ask(asker, request)]
 

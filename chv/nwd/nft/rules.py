@@ -46,9 +46,8 @@ def _parts(
         for each, profile in profiles.items()
     }
     of_groups[()] = (0, ())
-    return frozenset(
-        _PARTS.get(nic.nic_id, (nic, *of_groups[nic.groups]), _of_nic) for nic in network.nics
-    )
+    items = ((nic.nic_id, (nic, *of_groups[nic.groups])) for nic in network.nics)
+    return frozenset(_PARTS.get_each(items, _of_nic))
 
 
 def _of_nic(nic: NicRules, profile_number: int, group_numbers: tuple[int, ...]) -> Part:
