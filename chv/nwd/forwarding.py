@@ -59,9 +59,12 @@ def is_noted(directory: Path, version: int) -> bool:
     return (directory / NOTES[version]).exists()
 
 
-def is_shared() -> bool:
-    """Tell whether another instance of ours has links here."""
-    return any(link.alias.startswith(ALIAS_PREFIX) for link in links.read_all().values())
+def is_shared(own_prefix: str) -> bool:
+    """Tell whether another instance of ours has links here; `own_prefix` is of our own aliases."""
+    aliases = (link.alias for link in links.read_all().values())
+    return any(
+        alias.startswith(ALIAS_PREFIX) and not alias.startswith(own_prefix) for alias in aliases
+    )
 
 
 def restore(directory: Path, version: int) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from chv.common.errors import Conflict
 from chv.common.failpoint import failpoint
 from chv.nwd import forwarding, runfiles
-from chv.nwd.blueprint import has_uplink
+from chv.nwd.blueprint import alias_prefix, has_uplink
 from chv.nwd.kernel import link_addresses, netns, nft_generation, routes
 from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6
 from chv.nwd.nft import host_rules
@@ -136,7 +136,8 @@ class Host:
 
     async def _stop_forwarding(self, directory: Path, version: int) -> None:
         chains = await self._foreign_chains()
-        is_shared = await anyio.to_thread.run_sync(forwarding.is_shared)
+        own = alias_prefix(self._parts.layout)
+        is_shared = await anyio.to_thread.run_sync(forwarding.is_shared, own)
         if is_shared or any(chain["hook"] == "forward" for chain in chains):
             forwarding.forget(directory, version)
         else:

@@ -88,24 +88,28 @@ def _counters(parts: Parts, nics: Sequence[Nic]) -> dict[str, links.Counters]:
 
 # --- limits that are not a NIC's own
 async def warnings(parts: Parts) -> list[str]:
-    """Return what will be refused before long: connections of a network, neighbours of the host."""
+    """Return what will be refused before long: connections of a network or of the host, through
+    which those of all networks go, and neighbours of the host.
+    """
     return await anyio.to_thread.run_sync(_warnings, parts)
 
 
 def _warnings(parts: Parts) -> list[str]:
     found = []
     for network_id in parts.records.networks:
-        found += connection_warnings(network_id, *(_visit(parts, network_id, _tracked) or (0, 0)))
+        tracked = _visit(parts, network_id, _tracked) or (0, 0)
+        found += connection_warnings(f"network {network_id}", *tracked)
+    found += connection_warnings("the host", *_tracked())
     found += neighbour_warnings(len(parts.records.nics), _neighbour_limits())
     return found
 
 
-def connection_warnings(network_id: str, count: int, limit: int) -> list[str]:
-    """Return the warning of a network that has nearly as many tracked connections as it may."""
+def connection_warnings(whose: str, count: int, limit: int) -> list[str]:
+    """Return the warning of who has nearly as many tracked connections as it may."""
     if not limit or count < limit * NEAR:
         return []
     return [
-        f"network {network_id} has {count} tracked connections, and new ones are refused at "
+        f"{whose} has {count} tracked connections, and new ones are refused at "
         f"{limit} (net.netfilter.nf_conntrack_max)"
     ]
 

@@ -232,6 +232,20 @@ async def test_forwarding_is_put_back_unless_others_forward_by_then() -> None:
         assert not [name for name in node.run_files() if "forwarding" in name]
 
 
+async def test_forwarding_of_a_family_is_put_back_while_networks_of_the_other_stay() -> None:
+    async with open_node() as node:
+        before = node.host_forwarding()
+        four, six = IDS.uid(), IDS.uid()
+        await node.ensure(four)
+        await node.ensure(six, subnet6=SUBNET6)
+        assert node.host_forwarding()["6 all forwarding"] == "1\n"
+        await node.delete(six, 2)
+        assert node.host_forwarding()["4 all forwarding"] == "1\n"
+        assert node.host_forwarding()["6 all forwarding"] == before["6 all forwarding"] == "0\n"
+        await node.delete(four, 2)
+        assert node.host_forwarding() == before
+
+
 async def test_a_host_that_lives_on_advertisements_keeps_its_route_and_is_told() -> None:
     async with open_node() as node:
         ip("-n", node.sandbox.host, "-6", "route", "add", "default", "via", "fe80::99", "dev",

@@ -24,7 +24,7 @@ def test_a_limit_that_the_kernel_does_not_show_is_not_warned_of() -> None:
 
 
 def test_connections_are_warned_of_near_the_limit_of_the_network() -> None:
-    assert connection_warnings("n", 799, 1000) == []
-    assert connection_warnings("n", 5, 0) == [], "a kernel that does not say"
-    (text,) = connection_warnings("n", 800, 1000)
+    assert connection_warnings("network n", 799, 1000) == []
+    assert connection_warnings("network n", 5, 0) == [], "a kernel that does not say"
+    (text,) = connection_warnings("network n", 800, 1000)
     assert "network n has 800" in text
