@@ -147,17 +147,17 @@ def _ipv4(text: str, field: str) -> IPv4Address:
 
 # --- DNS
 def _check_names(topology: Topology) -> None:
-    check_hostname(topology.dns_domain, field="spec.dnsDomain")
+    check_hostname(topology.dns_domain, field="spec.dns.domain")
     for index, domain in enumerate(topology.search):
-        check_hostname(domain, field=f"spec.search[{index}]")
+        check_hostname(domain, field=f"spec.dns.search[{index}]")
     for index, forwarder in enumerate(topology.forwarders):
-        field = f"spec.forwarders[{index}]"
+        field = f"spec.dns.forwarders[{index}]"
         address = check_forwarder(forwarder, field)
         if address.version == 6 and not topology.subnet6:
             raise InvalidArgument(f"{forwarder} needs a network with subnet6", field=field)
     seen: set[str] = set()
     for index, record in enumerate(topology.records):
-        field = f"spec.records[{index}]"
+        field = f"spec.dns.records[{index}]"
         check_hostname(f"{record.name}.{topology.dns_domain}", field=f"{field}.name")
         if record.name in seen:
             raise InvalidArgument(f"{shown(record.name)} is named twice", field=f"{field}.name")
@@ -184,7 +184,7 @@ def refuse_taken_names(topology: Topology, hostnames: dict[str, str]) -> None:
         if record.name in hostnames:
             raise AlreadyExists(
                 f"the name {record.name!r} belongs to NIC {hostnames[record.name]}",
-                field=f"spec.records[{index}].name",
+                field=f"spec.dns.records[{index}].name",
                 resource=hostnames[record.name],
             )
 

@@ -238,10 +238,10 @@ async def test_a_bad_network_is_refused_and_nothing_is_made() -> None:
         ({"gateway": "10.8.0.1"}, "not in", "spec.gateway"),
         ({"gateway": "10.7.0.255"}, "broadcast", "spec.gateway"),
         ({"dns_domain": "net.test\n"}, None, ""),
-        ({"dns_domain": "a..b"}, None, "spec.dnsDomain"),
+        ({"dns_domain": "a..b"}, None, "spec.dns.domain"),
         ({"dns_domain": "x/1.2.3.4#y"}, None, ""),
-        ({"forwarders": ["127.0.0.53"]}, "cannot be reached", "spec.forwarders[0]"),
-        ({"forwarders": ["1.2.3.400"]}, "not an address", "spec.forwarders[0]"),
+        ({"forwarders": ["127.0.0.53"]}, "cannot be reached", "spec.dns.forwarders[0]"),
+        ({"forwarders": ["1.2.3.400"]}, "not an address", "spec.dns.forwarders[0]"),
     ]
     network = 'uplink_pool = "192.168.0.0/16"\nreserved = ["172.16.0.0/12"]'
     async with open_node(network=network) as node:

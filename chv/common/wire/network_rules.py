@@ -38,6 +38,7 @@ from chv.common.wire.resources import InterfaceSpec
 SUBNET_PREFIX_MIN = 8
 SUBNET_PREFIX_MAX = 29  # gateway and a few guests
 SUBNET6_PREFIX_MIN = 64
+EXPOSED_PORTS_MAX = 1024
 SUBNET6_PREFIX_MAX = 112
 MTU6_MIN = 1280  # RFC 8200
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3600.0
@@ -271,6 +272,12 @@ def _check_ports(spec: ExposureSpec) -> None:
             f"{spec.end_port} is not above spec.port {spec.port}",
             field="spec.endPort",
             hint="leave it out for a single port",
+        )
+    if spec.end_port - spec.port >= EXPOSED_PORTS_MAX:
+        raise InvalidArgument(
+            f"{spec.end_port} makes {spec.end_port - spec.port + 1} ports",
+            field="spec.endPort",
+            hint=f"at most {EXPOSED_PORTS_MAX}; several exposures can have the same targets",
         )
     if spec.target_port not in (0, spec.port):
         raise InvalidArgument(

@@ -169,7 +169,7 @@ def test_a_record_and_a_nic_do_not_share_a_name() -> None:
     network = topology(records=[DnsRecord(name="db", addresses=["10.0.0.9"])])
     with pytest.raises(AlreadyExists, match="'db' belongs to NIC n1") as refused:
         refuse_taken_names(network, {"db": "n1"})
-    assert refused.value.field == "spec.records[0].name"
+    assert refused.value.field == "spec.dns.records[0].name"
     with pytest.raises(AlreadyExists, match="'db' is a static record of network net"):
         refuse_recorded_name(network, "db")
     refuse_recorded_name(network, "web")
@@ -178,16 +178,22 @@ def test_a_record_and_a_nic_do_not_share_a_name() -> None:
 @pytest.mark.parametrize(
     ("record", "field"),
     [
-        (DnsRecord(name="a\nb", addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="a b", addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="a,b", addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="*", addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="-a", addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="a..b", addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="ä", addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="a" * 250, addresses=["10.0.0.9"]), "spec.records[0].name"),
-        (DnsRecord(name="a", addresses=["10.0.0.9", "10.0.0.300"]), "spec.records[0].addresses[1]"),
-        (DnsRecord(name="a", addresses=["fd00::1%x\nserver=1"]), "spec.records[0].addresses[0]"),
+        (DnsRecord(name="a\nb", addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (DnsRecord(name="a b", addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (DnsRecord(name="a,b", addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (DnsRecord(name="*", addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (DnsRecord(name="-a", addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (DnsRecord(name="a..b", addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (DnsRecord(name="ä", addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (DnsRecord(name="a" * 250, addresses=["10.0.0.9"]), "spec.dns.records[0].name"),
+        (
+            DnsRecord(name="a", addresses=["10.0.0.9", "10.0.0.300"]),
+            "spec.dns.records[0].addresses[1]",
+        ),
+        (
+            DnsRecord(name="a", addresses=["fd00::1%x\nserver=1"]),
+            "spec.dns.records[0].addresses[0]",
+        ),
     ],
 )
 def test_a_record_holds_names_and_addresses_alone(record: DnsRecord, field: str) -> None:
@@ -206,13 +212,13 @@ def test_a_record_stands_once() -> None:
 def test_a_search_domain_is_a_domain(domain: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         check_topology(topology(search=["ok.test", domain]), AROUND)
-    assert refused.value.field == "spec.search[1]"
+    assert refused.value.field == "spec.dns.search[1]"
 
 
 def test_an_ipv6_forwarder_needs_an_ipv6_network() -> None:
     with pytest.raises(InvalidArgument, match="subnet6") as refused:
         check_topology(topology(forwarders=["9.9.9.9", "2620:fe::fe"]), AROUND)
-    assert refused.value.field == "spec.forwarders[1]"
+    assert refused.value.field == "spec.dns.forwarders[1]"
     check_topology(topology(forwarders=["2620:fe::fe"], subnet6="fd00:7::/64"), AROUND)
 
 

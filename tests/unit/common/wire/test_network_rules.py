@@ -196,6 +196,7 @@ def test_an_exposure_that_makes_sense_is_taken(spec: dict[str, Any]) -> None:
     [
         ({"endPort": 80}, "spec.endPort", "leave it out"),
         ({"endPort": 79}, "spec.endPort", "leave it out"),
+        ({"endPort": 80 + 1024}, "spec.endPort", "at most 1024"),
         ({"endPort": 90, "targetPort": 8080}, "spec.targetPort", "endPort"),
         ({"sources": []}, "spec.sources", ""),
         ({"sources": ["10.0.0.1/8"]}, "spec.sources[0]", "10.0.0.0/8"),
