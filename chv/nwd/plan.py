@@ -46,6 +46,7 @@ from chv.nwd.steps import (
 
 LOOPBACK, BRIDGE, UPLINK = "lo", "br0", "up0"
 VETH, IFB = "veth", "ifb"
+MTU6_MIN = 1280  # RFC 8200: no link of IPv6 has less
 
 
 class NetnsState(enum.Enum):
@@ -238,6 +239,8 @@ def _base(desired: DesiredNetwork, observed: ObservedNetwork) -> Iterator[Step]:
     ):
         if wanted is not None:
             yield from _attributes(place, wanted, seen)
+            if seen is not None and 0 < seen.mtu < MTU6_MIN <= wanted.mtu:
+                yield SetSysctls(place)  # those of IPv6, which too small a link has lost, come back
             yield from _addresses(place, wanted, seen)
 
 

@@ -107,6 +107,11 @@ DAMAGE: dict[str, Callable[[Broken], object]] = {
         "-6", "neigh", "delete", "proxy", b.nic.address6, "dev", "br0"
     ),
     "proxy added": lambda b: b.inner("-6", "neigh", "add", "proxy", "fd00:7::99", "dev", "br0"),
+    "bridge too small for IPv6": lambda b: b.inner("link", "set", "br0", "mtu", "1000"),
+    "uplink too small for IPv6": lambda b: b.inner("link", "set", "up0", "mtu", "1000"),
+    "host's end too small for IPv6": lambda b: ip(
+        "-n", b.host, "link", "set", b.uplink, "mtu", "1000"
+    ),
     "bridge down": lambda b: b.inner("link", "set", "br0", "down"),
     "uplink down inside": lambda b: b.inner("link", "set", "up0", "down"),
     "IPv6 off on the bridge": lambda b: b.sysctl("ipv6/conf/br0/disable_ipv6", "1"),
@@ -196,7 +201,8 @@ def _routes(name: str, family: str) -> str:
 
 
 def _sorted_elements(listing: str) -> str:
-    lines = [line for line in listing.splitlines() if "packets" not in line]
+    counted = ("packets", "expires")
+    lines = [line for line in listing.splitlines() if not any(word in line for word in counted)]
     return "\n".join(" ".join(sorted(line.replace(",", " ").split())) for line in lines)
 
 
