@@ -128,6 +128,8 @@ class Host:
     async def _forward(self, uplinks: list[HostUplink]) -> None:
         """Forward what the uplinks need; put back what nobody needs any more."""
         directory = runfiles.base(self._parts.layout)
+        if uplinks:
+            await anyio.to_thread.run_sync(runfiles.prepare_base, self._parts.layout)
         for version in FAMILIES:
             if _is_needed(uplinks, version):
                 await anyio.to_thread.run_sync(forwarding.switch_on, directory, version)

@@ -28,7 +28,7 @@ from chv.nwd.balancing import Balancer, without_health
 from chv.nwd.blueprint import Blueprint, gateway6
 from chv.nwd.host import Host
 from chv.nwd.kernel import conntrack, dhcp6_release, dhcp_release, netns
-from chv.nwd.loading import load_rules
+from chv.nwd.loading import load_rules, restore_rules
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.metadata_server import MetadataServer
 from chv.nwd.nft import rules
@@ -84,8 +84,21 @@ class Keeper:
             self._clean.discard(network_id)
             if isinstance(error, ChvError | OSError):
                 self.problems[network_id] = str(error)
+                await self._enforce(row, verb)
             raise
         self.problems.pop(network_id, None)
+
+    async def _enforce(self, row: Network, verb: str) -> None:
+        """What holds up the rest must not leave a network open: its rules stand all the same."""
+        if row.wanted is Wanted.REMOVED or not self.parts.is_due(row):
+            return
+        try:
+            ruleset = rules.render(self.parts.network_rules(row))
+            restore = partial(restore_rules, self.parts, row.network_id, ruleset, verb)
+            if await anyio.to_thread.run_sync(restore):
+                log.warning("rules_alone_restored", network_id=row.network_id)
+        except (ChvError, OSError) as error:
+            log.warning("rules_not_restored", network_id=row.network_id, error=error)
 
     async def converge_nic(self, nic: Nic, verb: str) -> None:
         """Bring one NIC to what its record says; the whole network where that is not enough."""

@@ -31,6 +31,20 @@ def load_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str) -> No
     parts.loaded[network_id] = loaded
 
 
+def restore_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str) -> bool:
+    """Load the rules where there is a namespace and others do not stand; True when it was done."""
+    if netns.presence(parts.layout.netns(network_id)) is not netns.Presence.PRESENT:
+        return False
+    known = parts.loaded.get(network_id)
+    if known is not None and known.applied.digest == ruleset.digest:
+        path = parts.netns_path(network_id)
+        now = netns.call_in(path, lambda: (netns.inode(path), nft_generation.read()))
+        if (known.applied.inode, known.applied.generation) == now:
+            return False
+    load_rules(parts, network_id, ruleset, verb)
+    return True
+
+
 def _stand(parts: Parts, network_id: str, ruleset: Ruleset) -> bool:
     """Tell whether these very rules stand, as an earlier process has noted it."""
     noted = runfiles.applied_rules(parts.layout.network_run(network_id))

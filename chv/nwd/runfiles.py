@@ -30,10 +30,17 @@ def base(layout: Layout) -> Path:
     return layout.run / "net"
 
 
+def prepare_base(layout: Layout) -> Path:
+    """Make the directory above those of the networks."""
+    directory = base(layout)
+    ensure_dir(directory, mode=0o711)
+    return directory
+
+
 def prepare(layout: Layout, network_id: str) -> Path:
     """Make the directory of a network."""
     directory = layout.network_run(network_id)
-    ensure_dir(base(layout), mode=0o711)
+    prepare_base(layout)
     ensure_dir(directory, mode=0o750, gid=layout.dns_uid)
     return directory
 

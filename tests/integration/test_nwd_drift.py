@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from chv.common.errors import OwnershipConflict
 from chv.common.wire.nwd import NicInfo
 from chv.nwd.kernel import netns
 from tests.helpers import wait_until
@@ -132,6 +134,7 @@ DAMAGE: dict[str, Callable[[Broken], object]] = {
     "notes of rules deleted": lambda b: b.unlink("rules.json"),
     "notes of rules spoiled": lambda b: b.scribble("rules.json"),
     "marker deleted": lambda b: b.unlink("told"),
+    "all files deleted": lambda b: shutil.rmtree(b.directory.parent),
 }
 
 
@@ -223,6 +226,37 @@ async def test_damage_is_repaired_while_nwd_runs() -> None:
 
         await wait_until(repaired, timeout_s=30)
         await works(node, nic)
+
+
+async def test_files_that_are_deleted_while_nwd_runs_come_back() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        nic = await node.attach(network)
+        shutil.rmtree(node.layout.run / "net")
+        await node.ensure(network)
+        assert {"host-rules.json"} < set(node.run_files())
+        await works(node, nic)
+
+
+async def test_rules_stand_again_though_the_rest_cannot_be_repaired() -> None:
+    async with open_node() as node:
+        network = IDS.uid()
+        await node.ensure(network)
+        nic = await node.attach(network)
+        rules = _sorted_elements(nft_in(nic.netns, "list ruleset"))
+        base = node.layout.run / "net"
+        kept = base.rename(base.with_name("kept"))
+        base.touch()
+        nft_in(nic.netns, "flush ruleset")
+        with pytest.raises(OwnershipConflict, match="not a directory"):
+            await node.ensure(network)
+        assert _sorted_elements(nft_in(nic.netns, "list ruleset")) == rules
+        assert (await node.network(network)).status == "degraded"
+        base.unlink()
+        kept.rename(base)
+        await node.ensure(network)
+        assert (await node.network(network)).status == "ready"
 
 
 async def test_attach_and_open_repair_what_they_need_at_once() -> None:
