@@ -151,6 +151,8 @@ class Explainer:
             groups=Groups.of(parts.records.groups, nics),
             taps={parts.layout.tap(each.nic_id): each for each in nics},
             exposure=self._exposure(network_id, packet),
+            public=network.topology.public_addresses,
+            uplinks={parts.layout.uplink(each) for each in parts.records.networks},
         )
 
     def _exposure(self, network_id: str, packet: Packet) -> str:

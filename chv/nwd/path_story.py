@@ -7,7 +7,7 @@ understood is told as the rule's own text rather than guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -40,6 +40,8 @@ class Scene:
     groups: Groups
     taps: Mapping[str, Nic] = field(default_factory=dict)
     exposure: str = ""  # the name of the one that the packet is for
+    public: Collection[str] = ()  # public addresses of the network
+    uplinks: Collection[str] = ()  # of all networks, on the host
 
     def nic_at(self, address: str) -> Nic | None:
         """Return the NIC of this network that has an address."""
@@ -201,6 +203,9 @@ def _denied(scene: Scene, trail: Trail, found: tuple[str, Event], final: Packet)
             return f"no guest of the network has the address {final.destination}"
         return f"{peer.hostname}: {scene.groups.denied(peer, Direction.INGRESS, final)}"
     if hook == INPUT:
+        if final.destination in scene.public:
+            port = f"{final.protocol} {final.destination_port}"
+            return f"no exposure takes {port} at {final.destination}"
         return "the gateway takes DHCP, DNS, ping and metadata alone"
     return f"rule `{text}` in {event.table}/{event.chain}"
 
@@ -274,7 +279,9 @@ def _on_host(
     left = leaves_host(scene, host)
     if left is not None:
         steps += [_on_hosts_side(each) for each in _source_nat(packet, left.packet)]
-        steps.append(PathStep(place="host", what="leaves the host", detail=left.link))
+        inward = left.link in scene.uplinks
+        what = "enters another network of the node" if inward else "leaves the host"
+        steps.append(PathStep(place="host", what=what, detail=left.link))
         return _answer(FORWARDED, allowed, steps)
     if host.accepted(INPUT):
         steps.append(PathStep(place="host", what="taken by the host itself"))

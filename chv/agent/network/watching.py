@@ -62,7 +62,11 @@ class Watching:
     async def explain(self, request: api.ExplainVm) -> api.ExplainVmReply:
         """Follow one packet to an address, a VM or a name."""
         if request.protocol != "icmp" and not request.port:
-            raise InvalidArgument(f"{request.protocol} needs a port", field="port")
+            raise InvalidArgument(
+                f"{request.protocol} needs a port",
+                field="port",
+                hint=f"{request.host}:PORT, or --proto icmp",
+            )
         directory = self._directory(request.namespace)
         nic = directory.of_vm(request.name, request.namespace, request.interface)[0]
         destination, resolved = await self._destination(request.host, nic, directory)
@@ -93,7 +97,8 @@ class Watching:
         own = [each for each in directory.nics if each.vm == name and each.addresses]
         near = [each for each in own if each.network_id == nic.network_id]
         for peer in near or own:
-            return peer.addresses[0], f"VM {peer.vm}, interface {peer.interface}"
+            far = "" if near else f" on network {peer.network}, which is another one"
+            return peer.addresses[0], f"VM {peer.vm}, interface {peer.interface}{far}"
         found = await self._nwd.call(
             nwd.RESOLVE_NAME, nwd.ResolveName(network_id=nic.network_id, name=name)
         )
@@ -150,9 +155,11 @@ def _known(nic: NamedNic) -> Iterator[None]:
     except NotFound as error:
         raise FailedPrecondition(
             f"interface {nic.interface} of VM {nic.vm} is not attached",
-            resource=nic.nic_id,
             hint=f"chv start {nic.vm}",
         ) from error
+    except FailedPrecondition as error:
+        error.resource = f"VirtualMachine {nic.namespace}/{nic.vm}"
+        raise
 
 
 def _row(nic: NamedNic, stats: nwd.NicStats) -> api.VmNicStats:

@@ -119,7 +119,7 @@ async def test_what_is_no_name_is_refused_before_anybody_is_asked(host: str) -> 
 
 
 async def test_a_port_is_needed_where_there_are_ports() -> None:
-    with pytest.raises(InvalidArgument, match="port"):
+    with pytest.raises(InvalidArgument, match=r"1\.1\.1\.1:PORT, or --proto icmp"):
         await watching(Nwd()).explain(api.ExplainVm(name="web", host="1.1.1.1"))
     link = Nwd(ExplainPath=[PATH])
     await watching(link).explain(api.ExplainVm(name="web", host="1.1.1.1", protocol="icmp"))
@@ -144,6 +144,22 @@ async def test_a_nic_that_is_not_attached_is_said_of_its_vm() -> None:
         await watching(link).explain(api.ExplainVm(name="web", host="1.1.1.1", port=1))
     with pytest.raises(FailedPrecondition, match="not attached"):
         await watching(link).open_capture(api.OpenVmCapture(name="web"), caller())
+    link = Nwd(ExplainPath=[FailedPrecondition("nobody holds its tap", resource=uid(10))])
+    with pytest.raises(FailedPrecondition, match="VirtualMachine default/web: nobody"):
+        await watching(link).explain(api.ExplainVm(name="web", host="1.1.1.1", port=1))
+
+
+async def test_a_vm_that_is_on_another_network_alone_is_said_to_be() -> None:
+    request = api.ExplainVm(name="web", interface="eth0", host="far", port=1)
+    far = Directory(
+        nics=[*NICS, nic(15, "far", "eth0", "wan", "10.8.0.9")],
+        networks=DIRECTORY.networks,
+        groups={},
+        rules={},
+        vms=DIRECTORY.vms,
+    )
+    reply = await Watching(Nwd(ExplainPath=[PATH]), lambda _: far).explain(request)
+    assert reply.resolved == "VM far, interface eth0 on network wan, which is another one"
 
 
 async def test_a_capture_is_for_root_alone() -> None:

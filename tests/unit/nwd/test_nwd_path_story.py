@@ -186,6 +186,10 @@ def test_leaving_by_the_uplink_ends_with_the_hosts_word() -> None:
     away = path_story.tell(scene(), seen, trail(seen=(leaves("wan0", outside),)), "via x dev up0")
     assert away.verdict == "forwarded"
     assert away.steps[-2].what == "source 169.254.64.1:50000 becomes 198.18.7.2:50000"
+    assert away.steps[-1].what == "leaves the host"
+    near, into = scene(uplinks={"u-1", "u-2"}), trail(seen=(leaves("u-2", translated),))
+    other = path_story.tell(near, seen, into, "via x dev up0")
+    assert other.steps[-1].what == "enters another network of the node"
     policy = event("guard", "drop", table="foreign", kind=Kind.POLICY, handle=0)
     dropped = path_story.tell(scene(), seen, trail(policy), "via x dev up0")
     assert dropped.decided_by == (
@@ -204,6 +208,9 @@ def test_what_the_gateway_takes_and_does_not() -> None:
     assert taken.verdict == "delivered"
     not_taken = path_story.tell(scene(), trail(SPOOF_OK, event("input", "drop")), None, "local")
     assert not_taken.decided_by == "the gateway takes DHCP, DNS, ping and metadata alone"
+    public = scene(public=["1.1.1.1"])
+    untaken = path_story.tell(public, trail(SPOOF_OK, event("input", "drop")), None, "local")
+    assert untaken.decided_by == "no exposure takes tcp 443 at 1.1.1.1"
 
 
 def test_no_route_and_no_answer_are_told_apart() -> None:
