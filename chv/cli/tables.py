@@ -111,7 +111,9 @@ def _target_port(item: Item) -> str:
 def _healthy(item: Item) -> str:
     """Return how many targets get connections, of how many."""
     targets = (item.get("status") or {}).get("targets", [])
-    healthy = sum(target.get("state") == "healthy" for target in targets)
+    checked = item["spec"].get("healthCheck", {}).get("protocol", "None") != "None"
+    good = ("healthy",) if checked else ("healthy", "unknown")
+    healthy = sum(target.get("state", "unknown") in good for target in targets)
     return f"{healthy}/{len(item['spec'].get('targets', []))}"
 
 
@@ -265,7 +267,18 @@ def _tree(value: Any, indent: str) -> None:
         elif isinstance(entry, list) and entry and isinstance(entry[0], dict):
             print(f"{indent}{key}:")
             for element in entry:
-                parts = ", ".join(f"{name}: {inner}" for name, inner in element.items())
+                parts = ", ".join(f"{name}: {_flow(inner)}" for name, inner in element.items())
                 print(f"{indent}  - {parts}")
         else:
-            print(f"{indent}{key}: {entry}")
+            print(f"{indent}{key}: {_flow(entry)}")
+
+
+def _flow(value: Any) -> str:
+    """Return a value on one line, as a manifest has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_flow, value))}]"
+    return str(value)

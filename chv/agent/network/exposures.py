@@ -22,6 +22,7 @@ from chv.agent.network.policy import (
 from chv.agent.records import StoredObject
 from chv.agent.vm.observe import SILENT
 from chv.common.wire import nwd_policy as policy
+from chv.common.wire.network_resources import HealthCheckProtocol
 from chv.common.wire.resources import ExposureStatus, ExposureTargetStatus
 from chv.common.wire.types import CallMeta
 
@@ -98,12 +99,13 @@ class ExposureReconciler(PolicyReconciler):
 
     async def _show(self, stored: StoredObject, seen: policy.ExposureInfo) -> Outcome:
         status = self._status(stored, seen)
-        evidence = f"{_healthy(status)} of {len(status.targets)} targets healthy"
+        taking, words = _taking(stored, status)
+        evidence = f"{taking} of {len(status.targets)} targets {words}"
         if seen.status == "ready":
             await self.show(stored, status, condition("Ready", True, "InKernel", evidence=evidence))
             await self.settle("ready")
             return Done()
-        reason = "Degraded" if _healthy(status) else "NoHealthyTarget"
+        reason = "Degraded" if taking else "NoHealthyTarget"
         await self.show(stored, status, condition("Ready", False, reason, seen.message, evidence))
         if reason == "Degraded":
             await self.wait(f"degraded: {seen.message}")
@@ -146,5 +148,9 @@ def _target(vm: str, nic: str, seen: policy.TargetInfo | None) -> ExposureTarget
     )
 
 
-def _healthy(status: ExposureStatus) -> int:
-    return sum(each.state == "healthy" for each in status.targets)
+def _taking(stored: StoredObject, status: ExposureStatus) -> tuple[int, str]:
+    """Return how many targets get connections, and what they are: unchecked ones all do."""
+    if exposure_of(stored).spec.health_check.protocol is HealthCheckProtocol.NONE:
+        taking = sum(each.state in ("unknown", "healthy") for each in status.targets)
+        return taking, "attached, not checked"
+    return sum(each.state == "healthy" for each in status.targets), "healthy"

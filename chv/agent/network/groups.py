@@ -68,7 +68,7 @@ class GroupReconciler(PolicyReconciler):
             return Waiting(2.0)
         absent = missing_peers(self._context.ledger.tables, stored)
         message = f"there is no group {', '.join(absent)}: its rules allow less" if absent else ""
-        evidence = f"{len(wanted.rules)} rules in {len(seen.networks)} networks"
+        evidence = f"rules: {len(wanted.rules)}, networks: {len(seen.networks)}"
         await self.show(stored, status, condition("Ready", True, "InKernel", message, evidence))
         await self.settle("ready")
         return Done()

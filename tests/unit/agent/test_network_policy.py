@@ -324,6 +324,18 @@ async def test_an_exposure_shows_how_its_targets_are() -> None:
 
 
 @simulated
+async def test_targets_that_nobody_checks_are_said_to_be_so() -> None:
+    async with open_bench() as bench:
+        await settled(bench, image(), network(), member("web"),
+                      exposure("site", "web", healthCheck={"protocol": "None"}))  # fmt: skip
+        told = "1 of 1 targets attached, not checked"
+        await wait_until(
+            lambda: bench.get("Exposure", "site").status.conditions[0].evidence == told,
+            timeout_s=10,
+        )
+
+
+@simulated
 async def test_a_deleted_target_is_absent_and_its_successor_takes_over() -> None:
     async with open_bench() as bench:
         await settled(bench, image(), network(), member("web"), exposure())

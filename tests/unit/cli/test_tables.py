@@ -48,3 +48,32 @@ def test_describe_shows_what_a_condition_says_and_rests_on(
     metadata = {"name": "a", "namespace": "default"}
     tables.describe({"kind": "VirtualMachine", "metadata": metadata, "status": status}, [])
     assert "cpus: 1 run, 2 wanted; started from generation 1" in capsys.readouterr().out
+
+
+def test_describe_shows_a_spec_as_a_manifest_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    metadata = {"name": "a", "namespace": "default"}
+    spec = {"metadata": True, "rules": [{"ports": ["80"], "rate": {"egress": "1Mbit"}}]}
+    tables.describe({"kind": "Network", "metadata": metadata, "spec": spec}, [])
+    shown = capsys.readouterr().out
+    assert "metadata: true" in shown
+    assert "- ports: [80], rate: {egress: 1Mbit}" in shown
+
+
+@pytest.mark.parametrize(
+    ("check", "states"),
+    [({}, ["unknown", "absent"]), ({"protocol": "TCP"}, ["healthy", "unknown"])],
+)
+def test_targets_that_nobody_checks_count_as_healthy(
+    check: dict[str, str], states: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {
+        "network": "lan", "addresses": ["192.0.2.1"], "port": 80, "healthCheck": check,
+        "targets": [{"virtualMachine": "a"}, {"virtualMachine": "b"}],
+    }  # fmt: skip
+    metadata = {
+        "name": "x", "namespace": "default", "creationTimestamp": "2026-01-01T00:00:00Z"
+    }  # fmt: skip
+    status = {"targets": [{"state": state} for state in states]}
+    item = {"metadata": metadata, "spec": spec, "status": status}
+    tables.objects("Exposure", [item], all_namespaces=False)
+    assert "1/2" in capsys.readouterr().out
