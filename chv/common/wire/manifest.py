@@ -174,10 +174,18 @@ def _friendly(tree: dict[str, Any], text: str) -> InvalidArgument:
             f"{name!r} is missing", resource=_title(tree), field=_join(path, name)
         )
     value = _value_at(tree, path)
-    choices = _schema_at(KINDS[tree["kind"]], path).get("enum", ())
+    schema = _schema_at(KINDS[tree["kind"]], path)
+    choices = schema.get("enum", ())
     if choices and isinstance(value, str):
         return InvalidArgument(
             f"{shown(value)} is none of {', '.join(choices)}", resource=_title(tree), field=path
+        )
+    if "pattern" in schema and "description" in schema and isinstance(value, str):
+        return InvalidArgument(
+            f"{shown(value)} is not written as it should be",
+            resource=_title(tree),
+            field=path,
+            hint=schema["description"],
         )
     return InvalidArgument(
         f"{shown(value)}: {_lowered(words)}",

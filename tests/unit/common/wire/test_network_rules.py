@@ -249,6 +249,13 @@ def test_an_interface_that_cannot_be_is_refused(change: dict[str, Any], field: s
     assert refused("VirtualMachine", vm(**change)).field == f"spec.interfaces[0].{field}"
 
 
+def test_a_refusal_shows_how_it_is_written() -> None:
+    refusal = str(refused("VirtualMachine", vm(bandwidth={"ingress": "100M"})))
+    assert "'100M'" in refusal
+    assert "(bits a second: `100Mbit`)" in refusal
+    assert "regex" not in refusal
+
+
 def test_one_address_on_two_interfaces_of_a_network_is_refused() -> None:
     spec = vm()
     for part, address in (
