@@ -20,7 +20,7 @@ def status(arguments: argparse.Namespace) -> int:
     print(f"  {node.state} for {output.age(node.since)}, agent pid {node.pid}")
     print(f"  run {node.run_dir}, state {node.state_dir}")
     counts = ", ".join(f"{count} {kind}" for kind, count in node.counts.items())
-    print(f"  {counts}\n")
+    print(f"  {counts or 'no objects'}\n")
     output.table(
         ["DAEMON", "STATE", "PID", "RESTARTS", "SINCE", "MESSAGE"],
         [

@@ -36,6 +36,8 @@ def up(arguments: argparse.Namespace) -> int:
         if vmm.usable:
             print(f"  {vmm.name} {vmm.version} with {vmm.accelerator or 'no accelerator'}")
     print(f"  socket {node.socket}")
+    if node.sandbox:
+        print(f"  outside is: ip netns exec {node.sandbox.wan} COMMAND")
     return 0
 
 
