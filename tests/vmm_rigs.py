@@ -126,7 +126,9 @@ class ProcessRig:
             memory_bytes=64 << 20,
             accelerator="tcg",
             disks=(file, root) if disk else (file,),
-            nics=tuple(NicConfig(id=name, mac="52:54:00:12:34:56") for name in self.nics),
+            nics=tuple(
+                NicConfig(id=name, mac="52:54:00:12:34:56", on_port=True) for name in self.nics
+            ),
             runtime_dir=str(self.runtime_dir),
         )
 

@@ -9,6 +9,7 @@ import msgspec
 from chv.agent.network.admission import (
     check_exposure,
     check_interfaces_change,
+    check_interfaces_plug,
     check_network_change,
     check_on_network,
     guest_addresses,
@@ -203,6 +204,7 @@ def _check_vm(
         return
     _check_disks(before, old, new)
     check_interfaces_change(before, old, new)
+    check_interfaces_plug(tables, before, old, new)
     if old.spec.boot.image != new.spec.boot.image:
         raise FailedPrecondition(
             "it cannot change while the VM runs",

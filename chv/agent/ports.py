@@ -23,7 +23,7 @@ from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.rpc import Method
 from chv.common.wire.resources import VmmChoice
 from chv.images.store import Collected
-from chv.vmm.driver import DiskConfig, PluggedDisk, VmmConfig, VmmObservation
+from chv.vmm.driver import DiskConfig, NicConfig, PluggedDisk, VmmConfig, VmmObservation
 
 P = TypeVar("P", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
@@ -141,6 +141,18 @@ class VmmPort(Protocol):
 
         DeadlineExceeded: the guest has not let go yet and may do so later.
         """
+        ...
+
+    async def nics(self, vm: VmHandle) -> tuple[str, ...]:
+        """Return the ids of the NICs that are plugged, one that is being let go of included."""
+        ...
+
+    async def add_nic(self, vm: VmHandle, nic: NicConfig) -> None:
+        """Open the tap of a NIC that nwd has and plug it. Plugged already: no effect."""
+        ...
+
+    async def remove_nic(self, vm: VmHandle, nic_id: str) -> None:
+        """Unplug a NIC as `remove_disk` does a disk, and let go of its tap."""
         ...
 
     async def ping_guest(self, vm: VmHandle) -> None:

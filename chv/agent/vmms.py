@@ -29,7 +29,14 @@ from chv.common.process import AdoptVerdict, Provider, SpawnSpec, WorkerRecord, 
 from chv.common.process import wait_gone as wait_process_gone
 from chv.common.wire.nwd import OPEN_NIC, OpenVmNic
 from chv.common.wire.resources import VmmChoice
-from chv.vmm.driver import DiskConfig, Launch, PluggedDisk, VmmDriver, VmmObservation
+from chv.vmm.driver import (
+    DiskConfig,
+    Launch,
+    NicConfig,
+    PluggedDisk,
+    VmmDriver,
+    VmmObservation,
+)
 
 VMM_LOG = "vmm.log"
 SOCKET_TIMEOUT_S = 5.0
@@ -78,14 +85,17 @@ class Vmms:
         opened: dict[str, list[int]] = {}
         try:
             for nic_id in launch.nic_fds:
-                _, fds = await self._nwd.call_fds(OPEN_NIC, OpenVmNic(nic_id=nic_id))
-                opened[nic_id] = fds
+                opened[nic_id] = await self._open_tap(nic_id)
             await failpoint("agent.vmm.spawn.taps_open")
             record = await self._provider.spawn(self._spawn_spec(request, launch, opened))
         finally:
             for fd in chain.from_iterable(opened.values()):
                 os.close(fd)
         return record
+
+    async def _open_tap(self, nic_id: str) -> list[int]:
+        _, fds = await self._nwd.call_fds(OPEN_NIC, OpenVmNic(nic_id=nic_id))
+        return fds
 
     def _spawn_spec(
         self, request: SpawnRequest, launch: Launch, opened: Mapping[str, Sequence[int]]
@@ -189,6 +199,28 @@ class Vmms:
     async def remove_disk(self, vm: VmHandle, disk_id: str) -> None:
         """Unplug a disk."""
         await self._driver(vm).remove_disk(self._layout.vmm(vm.uid), disk_id)
+
+    async def nics(self, vm: VmHandle) -> tuple[str, ...]:
+        """Return the NICs that are plugged."""
+        return await self._driver(vm).nics(self._layout.vmm(vm.uid))
+
+    async def add_nic(self, vm: VmHandle, nic: NicConfig) -> None:
+        """Plug a NIC; what an attempt that was cut short left would keep its tap from us."""
+        driver, runtime_dir = self._driver(vm), self._layout.vmm(vm.uid)
+        if nic.id in await driver.nics(runtime_dir):
+            return
+        await driver.drop_nic(runtime_dir, nic.id)
+        fds = await self._open_tap(nic.id)
+        try:
+            await failpoint("agent.vmm.add_nic.tap_open")
+            await driver.add_nic(runtime_dir, nic, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    async def remove_nic(self, vm: VmHandle, nic_id: str) -> None:
+        """Unplug a NIC."""
+        await self._driver(vm).remove_nic(self._layout.vmm(vm.uid), nic_id)
 
     async def ping_guest(self, vm: VmHandle) -> None:
         """Ask the guest agent whether it is there."""

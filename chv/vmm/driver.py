@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-# Drivers whose VMM takes up and lets go of disks while its guest runs.
+# Drivers whose VMM takes up and lets go of disks and NICs while its guest runs.
 HOT_PLUG = frozenset({"qemu", "fake"})
 
 
@@ -49,12 +49,16 @@ class PluggedDisk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NicConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A NIC whose tap comes as an open file descriptor for each of its queues."""
+    """A NIC whose tap comes as an open file descriptor for each of its queues.
+
+    `on_port`: it sits where it can be unplugged. Not so one of a VM that an older version started.
+    """
 
     id: str
     mac: str
     mtu: int = 1450
     queues: int = 1
+    on_port: bool = False
 
 
 class VmmConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +203,26 @@ class VmmDriver(Protocol):
         FailedPrecondition where no vCPU runs that could let go; DeadlineExceeded where the guest
         does not: it may still do so later, so look at `disks` before anything else.
         """
+        ...
+
+    async def nics(self, runtime_dir: Path) -> tuple[str, ...]:
+        """Return the ids of the NICs that are plugged, one that is being let go of included."""
+        ...
+
+    async def add_nic(self, runtime_dir: Path, nic: NicConfig, fds: Sequence[int]) -> None:
+        """Plug a NIC with the descriptors of its tap, which stay the caller's. Plugged: no effect.
+
+        What an attempt that was cut short left is to be dropped by `drop_nic` before the tap is
+        opened: a VMM that still holds it keeps others from opening it.
+        """
+        ...
+
+    async def drop_nic(self, runtime_dir: Path, nic_id: str) -> None:
+        """Let go of the tap of a NIC that is not plugged. Nothing held: no effect."""
+        ...
+
+    async def remove_nic(self, runtime_dir: Path, nic_id: str) -> None:
+        """Unplug a NIC as `remove_disk` does a disk, and let go of its tap."""
         ...
 
     async def ping_guest(self, runtime_dir: Path) -> None:

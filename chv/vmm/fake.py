@@ -12,14 +12,14 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from chv.common.errors import ERRORS_BY_CODE, ChvError, Internal, InvalidArgument, Unavailable
-from chv.vmm.driver import DiskConfig
+from chv.vmm.driver import DiskConfig, NicConfig
 from chv.vmm.fake_spec import (
     BEHAVIOUR_VARIABLE,
     CONTROL_SOCKET,
@@ -36,6 +36,7 @@ from chv.vmm.fake_state import MUTATIONS, Behaviour, FakeVm
 
 RECONNECT_S = 0.05
 CLIENTS_MAX = 64
+FDS_MAX = 16  # the queues of a NIC
 USAGE = "python -m chv.vmm.fake --id WORKER_ID --runtime DIR [--parts JSON]"
 
 
@@ -45,11 +46,13 @@ class FakeProcess:
     def __init__(self, arguments: FakeArguments, behaviour: Behaviour) -> None:
         self._runtime = Path(arguments.runtime_dir)
         self._vhost = arguments.parts.served
-        self._vm = FakeVm(behaviour, self._vhost, time.monotonic)
+        self._nics = arguments.parts.nic_fds
+        self._vm = FakeVm(behaviour, self._vhost, time.monotonic, self._nics)
         self._backends: dict[str, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._viewers: list[socket.socket] = []
         self._clients: dict[socket.socket, bytes] = {}
+        self._given: list[int] = []  # descriptors that came with the line at hand
         self._held: list[int] = []
         self._take_hold(arguments)
 
@@ -57,7 +60,7 @@ class FakeProcess:
         files = [d.path for d in arguments.parts.disks if d.kind == "file"]
         for path in (*arguments.parts.files, *files):
             self._held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        for fds in arguments.parts.nic_fds.values():
+        for fds in self._nics.values():
             for fd in fds:
                 os.fstat(fd)
         for disk in self._vhost.values():
@@ -111,8 +114,16 @@ class FakeProcess:
             raise Unavailable(f"nothing answers on {disk.path}", field="disk.path")
         self._vhost[disk.id] = disk
 
+    def _plug_nic(self, nic: NicConfig) -> None:
+        if nic.id in self._vm.nics:
+            return
+        self._nics[nic.id], self._given = tuple(self._given), []
+        self._vm.nics.add(nic.id)
+
     def _let_go(self) -> None:
-        """Hang up on the back ends of disks that the guest has let go of."""
+        """Hang up on the back ends of what the guest has let go of."""
+        for nic_id in self._nics.keys() - self._vm.nics:
+            _close(self._nics.pop(nic_id))
         for disk_id in self._vhost.keys() - self._vm.disks.keys():
             del self._vhost[disk_id]
             connection = self._backends.pop(disk_id, None)
@@ -159,13 +170,14 @@ class FakeProcess:
         self._selector.register(client, selectors.EVENT_READ, self._client_spoke)
 
     def _client_spoke(self, client: socket.socket) -> None:
-        data = _receive(client)
+        data, self._given = _receive_fds(client)
         buffer = self._clients[client] + data
         *lines, self._clients[client] = buffer.split(b"\n")
         for line in lines:
             if not self._answer(client, line):
                 data = b""
                 break
+        _close(self._given)
         if not data or len(self._clients[client]) > LINE_BYTES_MAX:
             del self._clients[client]
             self._drop(client)
@@ -205,6 +217,10 @@ class FakeProcess:
                 self._plug(request.disk)
             case "remove_disk":
                 self._vm.remove_disk(request.disk_id)
+            case "add_nic" if request.nic is not None:
+                self._plug_nic(request.nic)
+            case "remove_nic":
+                self._vm.remove_nic(request.nic_id)
             case "ask_agent":
                 self._vm.ask_agent()
             case name if name in MUTATIONS:
@@ -228,6 +244,20 @@ def _receive(connection: socket.socket) -> bytes:
         return connection.recv(LINE_BYTES_MAX)
     except OSError:
         return b""
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """As `_receive`, with the descriptors that came along."""
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, LINE_BYTES_MAX, FDS_MAX)
+    except OSError:
+        return b"", []
+    return data, fds
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _send(connection: socket.socket, data: bytes) -> bool:

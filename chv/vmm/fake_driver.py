@@ -10,13 +10,13 @@ import functools
 import stat
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import msgspec
-from anyio.abc import SocketStream
+from anyio.abc import UNIXSocketStream
 
 from chv.common.errors import (
     ChvError,
@@ -32,6 +32,7 @@ from chv.vmm.driver import (
     DiskConfig,
     DriverProbe,
     Launch,
+    NicConfig,
     PluggedDisk,
     ProbeGuest,
     VmmConfig,
@@ -62,7 +63,7 @@ class FakeDriverBase(ABC):
         self.behaviour = behaviour or Behaviour()
 
     @abstractmethod
-    async def call(self, runtime_dir: Path, request: Request) -> Reply:
+    async def call(self, runtime_dir: Path, request: Request, fds: Sequence[int] = ()) -> Reply:
         """Send one request; raises as the port says, but for the error within the reply."""
 
     async def probe(self, guest: ProbeGuest | None) -> DriverProbe:
@@ -151,6 +152,28 @@ class FakeDriverBase(ABC):
             return
         raise DeadlineExceeded(f"the guest clings to disk {disk_id}", field="disk_id")
 
+    async def nics(self, runtime_dir: Path) -> tuple[str, ...]:
+        """Return the NICs that are plugged."""
+        return (await self._do(runtime_dir, OBSERVE)).nics
+
+    async def add_nic(self, runtime_dir: Path, nic: NicConfig, fds: Sequence[int]) -> None:
+        """Plug a NIC."""
+        await self._do(runtime_dir, Request(command="add_nic", nic=nic), fds)
+
+    async def drop_nic(self, runtime_dir: Path, nic_id: str) -> None:
+        """Nothing is held of what is not plugged."""
+        del nic_id
+        await self._do(runtime_dir, OBSERVE)
+
+    async def remove_nic(self, runtime_dir: Path, nic_id: str) -> None:
+        """Unplug a NIC and wait until the guest has let go of it."""
+        await self._do(runtime_dir, Request(command="remove_nic", nic_id=nic_id))
+        with anyio.move_on_after(REMOVE_S_MAX):
+            while nic_id in await self.nics(runtime_dir):  # noqa: ASYNC110
+                await anyio.sleep(DISKS_POLL_S)
+            return
+        raise DeadlineExceeded(f"the guest clings to NIC {nic_id}", field="nic_id")
+
     async def ping_guest(self, runtime_dir: Path) -> None:
         """Ask the guest agent whether it is there."""
         await self._do(runtime_dir, AGENT)
@@ -189,8 +212,8 @@ class FakeDriverBase(ABC):
         """Return how often the VM was reset."""
         return (await self._do(runtime_dir, OBSERVE)).resets
 
-    async def _do(self, runtime_dir: Path, request: Request) -> Reply:
-        reply = await self.call(runtime_dir, request)
+    async def _do(self, runtime_dir: Path, request: Request, fds: Sequence[int] = ()) -> Reply:
+        reply = await self.call(runtime_dir, request, fds)
         if reply.error is not None:
             raise from_data(reply.error)
         return reply
@@ -204,14 +227,15 @@ class FakeDriver(FakeDriverBase):
         """Return a driver whose fakes behave as `CHV_FAKE` says."""
         return cls(fake_spec.parse_behaviour(environment.get(fake_spec.BEHAVIOUR_VARIABLE, "")))
 
-    async def call(self, runtime_dir: Path, request: Request) -> Reply:
+    async def call(self, runtime_dir: Path, request: Request, fds: Sequence[int] = ()) -> Reply:
         """Send one request over a connection of its own."""
         path = runtime_dir / fake_spec.CONTROL_SOCKET
         sent = False
         try:
             with anyio.fail_after(CALL_S_MAX):
                 async with await anyio.connect_unix(path) as stream:
-                    await stream.send(msgspec.json.encode(request) + b"\n")
+                    line = msgspec.json.encode(request) + b"\n"
+                    await (stream.send_fds(line, list(fds)) if fds else stream.send(line))
                     sent = True
                     return msgspec.json.decode(await _line(stream), type=Reply)
         except TimeoutError as error:
@@ -241,7 +265,7 @@ def late_error(request: Request) -> type[ChvError]:
     return DeadlineExceeded if request in READS else OutcomeUnknown
 
 
-async def _line(stream: SocketStream) -> bytes:
+async def _line(stream: UNIXSocketStream) -> bytes:
     buffer = b""
     while not buffer.endswith(b"\n"):
         buffer += await stream.receive()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from chv.common.errors import ErrorData, InvalidArgument
-from chv.vmm.driver import DiskConfig, Launch, VmmConfig, VmmState, nic_fds
+from chv.vmm.driver import DiskConfig, Launch, NicConfig, VmmConfig, VmmState, nic_fds
 from chv.vmm.fake_state import Behaviour, FakeVm, Fault
 
 CONTROL_SOCKET = "control.sock"
@@ -49,13 +49,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line to the fake.
 
     `action` goes with `guest`, `fault` with `plant`, `disk` with `add_disk`, `disk_id` with
-    `remove_disk`.
+    `remove_disk`, `nic` with `add_nic` (and its descriptors with the line), `nic_id` with
+    `remove_nic`.
     """
 
     command: str
     action: str = ""
     disk: DiskConfig | None = None
     disk_id: str = ""
+    nic: NicConfig | None = None
+    nic_id: str = ""
     fault: Fault | None = None
 
 
@@ -65,6 +68,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: VmmState = VmmState.UNKNOWN
     reason: str = ""
     disks: dict[str, bool] = {}
+    nics: tuple[str, ...] = ()
     resets: int = 0
     frozen: bool = False
     error: ErrorData | None = None
@@ -77,6 +81,7 @@ def reply_of(vm: FakeVm) -> Reply:
         state=state,
         reason=vm.reason,
         disks=dict(vm.disks),
+        nics=tuple(sorted(vm.nics)),
         resets=vm.resets,
         frozen=vm.frozen,
     )

@@ -53,14 +53,19 @@ class FakeVm:
     """One VM. Commands are methods; `output` collects what the serial console prints."""
 
     def __init__(
-        self, behaviour: Behaviour, disks: Iterable[str], clock: Callable[[], float]
+        self,
+        behaviour: Behaviour,
+        disks: Iterable[str],
+        clock: Callable[[], float],
+        nics: Iterable[str] = (),
     ) -> None:
         self.behaviour = behaviour
         self.disks = dict.fromkeys(disks, True)  # id: connected
+        self.nics = set(nics)
         self.reason = ""
         self.resets = 0
         self.frozen = False  # by the guest agent
-        self._leaving: set[str] = set()  # disks that the guest was asked to let go of
+        self._leaving: set[tuple[str, str]] = set()  # what the guest was asked to let go of
         self._clings = False
         self.output: list[str] = []
         self._clock = clock
@@ -119,7 +124,7 @@ class FakeVm:
         self.resets += 1
         self.reason = ""
         self._due.clear()
-        self._eject()  # no guest is left that could cling to a disk
+        self._eject()  # no guest is left that could cling to anything
         self.frozen = self._clings = False
         self._ignores_button = self.behaviour.ignore_button
         self._state = VmmState.CREATED
@@ -135,20 +140,34 @@ class FakeVm:
             self._due.append((self._clock() + self.behaviour.button_s, "off"))
             self.advance()
 
-    # --- disks and guest agent
+    # --- disks, NICs and guest agent
     def remove_disk(self, disk_id: str) -> None:
         """Ask the guest to let go of a disk; it does so at once unless it clings to it."""
         if disk_id not in self.disks:
             return
         if self.state is not VmmState.RUNNING:
             self._require("remove disk", VmmState.RUNNING)
-        self._leaving.add(disk_id)
+        self._ask_to_let_go("disk", disk_id)
+
+    def remove_nic(self, nic_id: str) -> None:
+        """Ask the guest to let go of a NIC."""
+        if nic_id not in self.nics:
+            return
+        if self.state is not VmmState.RUNNING:
+            self._require("remove NIC", VmmState.RUNNING)
+        self._ask_to_let_go("nic", nic_id)
+
+    def _ask_to_let_go(self, kind: str, device: str) -> None:
+        self._leaving.add((kind, device))
         if not self._clings:
             self._eject()
 
     def _eject(self) -> None:
-        for disk_id in self._leaving:
-            self.disks.pop(disk_id, None)
+        for kind, device in self._leaving:
+            if kind == "disk":
+                self.disks.pop(device, None)
+            else:
+                self.nics.discard(device)
         self._leaving.clear()
 
     def freeze(self) -> None:

@@ -30,7 +30,8 @@ class InProcessVmm:
         self.pid = pid
         self.worker_id = arguments.worker_id
         self.runtime_dir = Path(arguments.runtime_dir)
-        self.vm = FakeVm(behaviour, arguments.parts.served, anyio.current_time)
+        parts = arguments.parts
+        self.vm = FakeVm(behaviour, parts.served, anyio.current_time, parts.nic_fds)
         self.gone = anyio.Event()
         self._thawed: anyio.Event | None = None
 
@@ -97,8 +98,9 @@ class InProcessVmms(FakeDriverBase):
         raise NotFound(f"no VMM serves {runtime_dir}")
 
     # --- the driver
-    async def call(self, runtime_dir: Path, request: Request) -> Reply:
-        """Answer as a process would, with its faults."""
+    async def call(self, runtime_dir: Path, request: Request, fds: Sequence[int] = ()) -> Reply:
+        """Answer as a process would, with its faults; descriptors are nobody's here."""
+        del fds
         await anyio.lowlevel.checkpoint()
         try:
             vmm = self.at(runtime_dir)
@@ -161,6 +163,10 @@ class InProcessVmms(FakeDriverBase):
             vm.disks.setdefault(request.disk.id, True)
         elif request.command == "remove_disk":
             vm.remove_disk(request.disk_id)
+        elif request.command == "add_nic" and request.nic is not None:
+            vm.nics.add(request.nic.id)
+        elif request.command == "remove_nic":
+            vm.remove_nic(request.nic_id)
         elif request.command == "ask_agent":
             vm.ask_agent()
         elif request.command in MUTATIONS:

@@ -26,7 +26,7 @@ TCG_CACHE_MIB = 64  # the default grows to 1 GiB for each VM
 QUEUES_MAX = 16  # of a NIC
 CPUS_MAX = 255  # more need an interrupt remapping unit in the guest
 DEVICES_MAX = 20  # of the 32 slots of pcie.0, the chipset and our own devices need the rest
-# Each vhost-user disk has a root port of its own, so that it can be unplugged.
+# Each NIC and vhost-user disk has a root port of its own, so that it can be unplugged.
 PORTS_SPARE = 8
 PORTS_MAX = 24
 PORTS_PER_SLOT = 8
@@ -37,6 +37,8 @@ RECONNECT_MS_SINCE = (9, 2)  # before, reconnection is counted in whole seconds
 VHOST = "vhost-user-blk"
 VHOST_DEVICE = "vhost-user-blk-pci"
 DISK_PREFIX = "disk-"
+NIC_DEVICE = "virtio-net-pci"
+NIC_PREFIX = "nic-"
 PORT_PREFIX = "port-"
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -71,14 +73,17 @@ def qemu_launch(
         *_payload(config),
         *_own_devices(config.runtime_dir),
     ]
-    argv += _ports(_vhost_count(config.disks))
-    taken = 0
+    on_port = [nic.id for nic in config.nics if nic.on_port]
+    argv += _ports(len(on_port) + _vhost_count(config.disks))
+    # NICs first: where a guest finds them does not depend on how many disks there are.
+    places = {nic_id: f",bus={port(number)}" for number, nic_id in enumerate(on_port)}
+    taken = len(on_port)
     for index, disk in enumerate(config.disks):
         argv += _disk(disk, version, f"disks[{index}]", port(taken))
         taken += disk.kind == VHOST
     fds = nic_fds(config.nics, NIC_FD_FIRST)
     for nic in config.nics:
-        argv += _nic(nic, fds[nic.id])
+        argv += _nic(nic, fds[nic.id], places.get(nic.id, ""))
     argv += ["-sandbox", _SANDBOX]
     return Launch(argv=tuple(argv), nic_fds=fds, groups=groups)
 
@@ -91,6 +96,45 @@ def disk_chardev(disk_id: str) -> str:
 def disk_device(disk_id: str) -> str:
     """Return the id of a disk's device."""
     return f"{DISK_PREFIX}{disk_id}"
+
+
+def nic_device(nic_id: str) -> str:
+    """Return the id of a NIC's device."""
+    return f"{NIC_PREFIX}{nic_id}"
+
+
+def nic_backend(nic_id: str) -> str:
+    """Return the id of what holds a NIC's tap."""
+    return f"net-{nic_id}"
+
+
+def nic_fd_names(nic_id: str, queues: int) -> tuple[str, ...]:
+    """Return what the descriptors of a tap are called that are handed over by the monitor."""
+    return tuple(f"tap-{nic_id}-{queue}" for queue in range(queues))
+
+
+def nic_connection(nic: NicConfig) -> dict[str, object]:
+    """Return the arguments of `netdev_add` for a NIC whose descriptors were handed over."""
+    _check_nic(nic)
+    names = nic_fd_names(nic.id, nic.queues)
+    taps = {"fd": names[0]} if nic.queues == 1 else {"fds": ":".join(names)}
+    return {"type": "tap", "id": nic_backend(nic.id), "vhost": False, **taps}
+
+
+def nic_arguments(nic: NicConfig, port_id: str) -> dict[str, object]:
+    """Return the arguments of `device_add` for a NIC that is plugged later."""
+    _check_nic(nic)
+    queues = {"mq": True, "vectors": _vectors(nic)} if nic.queues > 1 else {}
+    return {
+        "driver": NIC_DEVICE,
+        "id": nic_device(nic.id),
+        "netdev": nic_backend(nic.id),
+        "mac": nic.mac,
+        "host_mtu": nic.mtu,
+        "romfile": "",
+        "bus": port_id,
+        **queues,
+    }
 
 
 def port(number: int) -> str:
@@ -143,9 +187,10 @@ def _check(config: VmmConfig) -> None:
     if config.accelerator not in ("kvm", "tcg"):
         raise InvalidArgument(f"{config.accelerator!r} is not kvm or tcg", field="accelerator")
     served = _vhost_count(config.disks)
-    if served > PORTS_MAX:
-        raise Unsupported(f"more than {PORTS_MAX} disks of volumes", field="disks")
-    if len(config.disks) - served + len(config.nics) > DEVICES_MAX:
+    on_port = sum(nic.on_port for nic in config.nics)
+    if served + on_port > PORTS_MAX:
+        raise Unsupported(f"more than {PORTS_MAX} NICs and disks of volumes", field="disks")
+    if len(config.disks) - served + len(config.nics) - on_port > DEVICES_MAX:
         raise Unsupported(f"more than {DEVICES_MAX} file disks and NICs", field="disks")
     _distinct([disk.id for disk in config.disks], "disks")
     _distinct([nic.id for nic in config.nics], "nics")
@@ -288,23 +333,31 @@ def _vhost_disk(disk_id: str, path: str, version: tuple[int, int], place: str) -
     ]
 
 
-def _nic(nic: NicConfig, fds: Sequence[int]) -> list[str]:
+def _check_nic(nic: NicConfig) -> None:
     _match(_ID, nic.id, "nics.id")
     _match(_MAC, nic.mac, "nics.mac")
     if not 1 <= nic.queues <= QUEUES_MAX:
         raise InvalidArgument(f"{nic.queues} queues are not 1 to {QUEUES_MAX}", field="nics.queues")
+
+
+def _vectors(nic: NicConfig) -> int:
+    """An interrupt for each direction of a queue, one for control, one for changes."""
+    return 2 * nic.queues + 2
+
+
+def _nic(nic: NicConfig, fds: Sequence[int], place: str) -> list[str]:
+    _check_nic(nic)
     taps, device = f"fd={fds[0]}", ""
     if nic.queues > 1:
-        # An interrupt for each direction of a queue, one for control, one for changes.
         taps = f"fds={':'.join(str(fd) for fd in fds)}"
-        device = f",mq=on,vectors={2 * nic.queues + 2}"
+        device = f",mq=on,vectors={_vectors(nic)}"
     # No option ROM: network boot is not offered, and Debian 13 may not have the file.
     return [
         "-netdev",
-        f"tap,id=net-{nic.id},{taps},vhost=off",
+        f"tap,id={nic_backend(nic.id)},{taps},vhost=off",
         "-device",
-        f"virtio-net-pci,id=nic-{nic.id},netdev=net-{nic.id},mac={nic.mac}"
-        f",host_mtu={int(nic.mtu)},romfile={device}",
+        f"{NIC_DEVICE},id={nic_device(nic.id)},netdev={nic_backend(nic.id)},mac={nic.mac}"
+        f",host_mtu={int(nic.mtu)},romfile={device}{place}",
     ]
 
 

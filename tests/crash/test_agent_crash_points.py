@@ -56,6 +56,10 @@ NOT_HERE = (
     "add_disk_effect",
     "remove_disk",
     "remove_disk_record",
+    "add_nic",
+    "add_nic_effect",
+    "remove_nic",
+    "remove_nic_record",
     "freeze",
     "thaw",
 )

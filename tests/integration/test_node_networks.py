@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from chv.common.wire.manifest import load_documents
+from chv.host import devnode
+from tests.helpers import taps_of
 from tests.integration.live_node import ROOT, CommandFailed, LiveNode, live_node, need, wait_for
 
 pytestmark = [pytest.mark.root, need("qemu-system-x86_64")]
@@ -24,7 +26,7 @@ HOST_ADDRESS = "198.18.0.2"
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[LiveNode]:
-    with live_node() as running:
+    with live_node(CHV_TEST_BUILD="1") as running:
         running.cli("apply", "-f", str(TWO_TIER), "--wait")
         for name in ("web", "db"):
             running.cli("wait", f"vm/{name}", "--for", "SSHReady", "--timeout", "120s")
@@ -159,6 +161,97 @@ def test_killed_daemons_change_nothing_for_guests(node: LiveNode) -> None:
     assert ask(node, "web", "db", 5432) == "db"
     assert ask(node, "web", "db", 5433) == ""
     assert node.cli("ops", "ls").stdout.count("op-") == operations
+
+
+def on_both(network: str = "back") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The web server with a second interface, and the network of it."""
+    back = {**manifest("Network", "shop"), "metadata": {"name": network}}
+    back["spec"] = {"subnet": "10.9.0.0/24"}
+    web = manifest("VirtualMachine", "web")
+    web["spec"]["interfaces"].append({"name": "eth1", "network": network, "queues": 2})
+    return back, web
+
+
+def has_back(node: LiveNode) -> bool:
+    """Tell whether guest, node and status have the second interface, or all of them do not."""
+    seen = node.ssh("web", "ip -4 -o addr show; ip link").stdout
+    shown = [each["name"] for each in node.status("web")["interfaces"]]
+    there = {"eth1" in shown, "10.9.0." in seen, "eth1" in seen, bool(back_taps(node))}
+    assert len(there) == 1, (seen, shown)
+    return there.pop()
+
+
+def back_taps(node: LiveNode) -> list[str]:
+    """Return the ports that the bridges of namespaces on 10.9.0.0/24 have."""
+    found = []
+    for netns in Path("/run/netns").glob(f"chv-{node.dev.layout.instance}-*"):
+        run = ["ip", "-n", netns.name, "-o"]
+        addresses = subprocess.run([*run, "addr"], capture_output=True, text=True, check=True)
+        if " 10.9.0.1/24 " in addresses.stdout:
+            links = subprocess.run(
+                [*run, "link", "show", "type", "tun"], capture_output=True, text=True, check=True
+            )
+            found += links.stdout.splitlines()
+    return found
+
+
+def back_becomes(node: LiveNode, present: bool) -> None:
+    def there() -> bool:
+        try:
+            return has_back(node) is present
+        except AssertionError:
+            return False  # on its way
+
+    wait_for(there, 30, f"second interface: {present}")
+
+
+def test_an_interface_comes_and_goes_under_a_running_guest(node: LiveNode, tmp_path: Path) -> None:
+    pid = vmm_pid(node, "web")
+    back, both = on_both()
+    apply(node, tmp_path, back, both)
+    back_becomes(node, True)  # the guest asks for its address by DHCP
+    assert node.ssh("web", "ping -c 1 -W 5 -I eth1 10.9.0.1").returncode == 0
+    assert len(taps_of(pid)) == 3  # two queues more
+    assert ask(node, "web", "db", 5432) == "db"
+    assert node.condition("web", "RestartRequired")["status"] == "False"
+    apply(node, tmp_path, manifest("VirtualMachine", "web"))
+    back_becomes(node, False)
+    for point, wanted in (
+        ("agent.vmm.add_nic.tap_open", both),
+        ("agent.vm.remove_nic_record.before", manifest("VirtualMachine", "web")),
+    ):
+        restart(node, f"{point}=1*kill")
+        with pytest.raises(CommandFailed):
+            apply(node, tmp_path, wanted)
+        wait_for(lambda: devnode.agent_process(node.dev) is None, 30, "its death")
+        restart(node)
+        back_becomes(node, wanted is both)
+    node.cli("delete", "network", "back")
+    assert vmm_pid(node, "web") == pid
+    assert ask(node, "web", "db", 5432) == "db"
+
+
+def test_the_interface_that_a_guest_booted_with_is_unplugged_too(
+    node: LiveNode, tmp_path: Path
+) -> None:
+    pid, before = vmm_pid(node, "db"), node.status("db")["interfaces"][0]["address"]
+    assert ask(node, "web", before, 5432) == "db"
+    bare = manifest("VirtualMachine", "db")
+    bare["spec"]["interfaces"] = []
+    apply(node, tmp_path, bare)
+    assert "interfaces" not in node.status("db")
+    assert ask(node, "web", before, 5432) == ""
+    apply(node, tmp_path, manifest("VirtualMachine", "db"))
+    wait_for(lambda: node.ssh("db", "hostname").stdout.strip() == "db", 30, "ssh of db")
+    # Not by its name: the tiny guest has the IPv6 address of this interface at its next start.
+    assert ask(node, "web", node.status("db")["interfaces"][0]["address"], 5432) == "db"
+    assert vmm_pid(node, "db") == pid
+
+
+def restart(node: LiveNode, failpoints: str = "") -> None:
+    if devnode.agent_process(node.dev) is not None:
+        node.down()
+    node.cli("up", "--dir", str(node.directory), check=False, env={"CHV_FAILPOINTS": failpoints})
 
 
 def test_exposure_fails_over_when_a_guest_stops(node: LiveNode, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import fcntl
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -21,11 +21,11 @@ from chv.common.errors import (
     OutcomeUnknown,
     Unavailable,
 )
-from chv.vmm import fake_driver, in_process
-from chv.vmm.driver import DiskConfig, VmmState
+from chv.vmm import fake_driver, in_process, spec
+from chv.vmm.driver import DiskConfig, NicConfig, VmmState
 from chv.vmm.fake_state import Behaviour
 from chv.vmm.qemu import guest_agent, hotplug, qmp
-from tests.helpers import wait_until
+from tests.helpers import taps_of, wait_until
 from tests.vmm_rigs import TUNGETIFF, ProcessRig, Rig, open_rig, open_tap
 
 KINDS = [
@@ -399,6 +399,117 @@ async def test_a_reset_finishes_what_the_guest_did_not_let_go_of(
         await running.driver.remove_disk(running.runtime_dir, "spare")
     await running.driver.reset(running.runtime_dir)
     assert await plugged(running) == {}
+
+
+# --- NICs of a running guest
+
+NIC = NicConfig(id="spare", mac="52:54:00:12:34:57", mtu=1400, on_port=True)
+
+
+@contextmanager
+def spare_tap(rig: Rig) -> Iterator[tuple[int, ...]]:
+    """The descriptor of a tap where the VMM is a process, none where it is not."""
+    if not isinstance(rig, ProcessRig):
+        yield ()
+        return
+    if not os.access("/dev/net/tun", os.W_OK):
+        pytest.skip("no /dev/net/tun")
+    with open_tap() as tap:
+        yield (tap,)
+
+
+def holds(rig: Rig, fds: tuple[int, ...]) -> bool:
+    """Tell whether the VMM has this tap open, where that can be seen."""
+    if not isinstance(rig, ProcessRig):
+        return True
+    assert rig.record is not None
+    name = fcntl.ioctl(fds[0], TUNGETIFF, bytes(40))[:16].rstrip(b"\0").decode()
+    return name in taps_of(rig.record.pid)
+
+
+async def test_a_nic_is_plugged_under_a_running_guest_and_unplugged_again(running: Rig) -> None:
+    driver, directory = running.driver, running.runtime_dir
+    with spare_tap(running) as fds:
+        for _ in range(2):
+            for _ in range(2):
+                await driver.add_nic(directory, NIC, fds)
+                assert await driver.nics(directory) == ("spare",)
+                await driver.drop_nic(directory, "spare")  # not of one that is plugged
+            assert holds(running, fds)
+            for _ in range(2):
+                await driver.remove_nic(directory, "spare")
+                assert await driver.nics(directory) == ()
+            assert not holds(running, fds) or not isinstance(running, ProcessRig)
+
+
+async def test_disks_and_nics_share_the_ports(running: Rig) -> None:
+    spare = await running.spare_disk()
+    with spare_tap(running) as fds:
+        await running.driver.add_nic(running.runtime_dir, NIC, fds)
+        await running.driver.add_disk(running.runtime_dir, spare)
+        assert await running.driver.nics(running.runtime_dir) == ("spare",)
+        await running.driver.remove_nic(running.runtime_dir, "spare")
+        assert await plugged(running) == {"spare": True}
+
+
+async def test_no_nic_is_unplugged_from_a_guest_whose_vcpus_stand_or_that_clings(
+    running: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (hotplug, fake_driver):
+        monkeypatch.setattr(module, "REMOVE_S_MAX", 0.5)
+    driver, directory = running.driver, running.runtime_dir
+    with spare_tap(running) as fds:
+        await driver.add_nic(directory, NIC, fds)
+        await running.guest("cling")
+        with pytest.raises(DeadlineExceeded, match="spare"):
+            await driver.remove_nic(directory, "spare")
+        assert holds(running, fds)
+        await driver.pause(directory)
+        with pytest.raises(FailedPrecondition, match="paused"):
+            await driver.remove_nic(directory, "spare")
+        assert await driver.nics(directory) == ("spare",)
+        await driver.reset(directory)  # nobody is left who could cling
+        await driver.remove_nic(directory, "spare")
+        assert await driver.nics(directory) == ()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["fake_process", "qemu"])
+async def test_a_nic_that_was_there_from_the_start_is_unplugged_like_any_other(kind: str) -> None:
+    async with open_rig(kind) as made:
+        assert isinstance(made, ProcessRig)
+        with spare_tap(made) as fds:
+            made.nics = {"net0": fds[0]}
+            await made.launch()
+            await made.driver.boot(made.runtime_dir)
+            await made.ready()
+            assert await made.driver.nics(made.runtime_dir) == ("net0",)
+            assert holds(made, fds)
+            await made.driver.remove_nic(made.runtime_dir, "net0")
+            assert await made.driver.nics(made.runtime_dir) == ()
+            assert not holds(made, fds)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_what_a_plug_of_a_nic_that_was_cut_short_left_is_dropped(steps: int) -> None:
+    async with open_rig("qemu") as made:
+        assert isinstance(made, ProcessRig)
+        await made.launch()
+        await made.driver.boot(made.runtime_dir)
+        await made.ready()
+        await made.driver.close(made.runtime_dir)
+        with spare_tap(made) as fds:
+            monitor = qmp.Monitor(spec.monitor_socket(made.runtime_dir))
+            await monitor.give(spec.nic_fd_names("spare", 1)[0], fds[0])
+            if steps > 1:
+                await monitor.tell("netdev_add", spec.nic_connection(NIC))
+            await monitor.close()
+            assert holds(made, fds)
+            await made.driver.drop_nic(made.runtime_dir, "spare")
+            assert not holds(made, fds)
+            await made.driver.add_nic(made.runtime_dir, NIC, fds)
+            assert await made.driver.nics(made.runtime_dir) == ("spare",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,6 +44,8 @@ class Model:
     full: set[str] = field(default_factory=set)
     regrown: set[str] = field(default_factory=set)
     restarting: bool = False
+    recorded_nics: set[str] = field(default_factory=set)
+    plugged_nics: set[str] = field(default_factory=set)
     frozen: bool = False
     marked: bool = False  # it is in the store that the guest may be frozen
     serial: int = 0
@@ -60,6 +62,8 @@ class Model:
                 worker,
                 disks=dict(self.recorded),
                 plugged=frozenset(self.plugged),
+                nics=frozenset(self.recorded_nics),
+                plugged_nics=frozenset(self.plugged_nics),
                 frozen=self.marked,
             )
         return m.ObservedVm(
@@ -131,9 +135,11 @@ class Model:
                 assert not self.attached
                 self.worker, self.stale = None, False
                 self.recorded, self.plugged = {}, {}
+                self.recorded_nics, self.plugged_nics = set(), set()
                 self.frozen = self.marked = False
             case s.DetachNicStep(nic_id=nic_id):
-                assert not alive
+                held = self.recorded_nics | self.plugged_nics if alive else set()
+                assert nic_id not in held, "a tap was removed under a VMM"
                 del self.nics[nic_id]
             case s.RemoveFilesStep():
                 assert not alive
@@ -183,6 +189,14 @@ class Model:
                 assert self.worker.state is VmmState.RUNNING, "nobody can let go"
                 self.plugged.pop(disk_id, None)
                 self.recorded.pop(disk_id, None)
+            case s.AddNicStep(nic_id=nic_id):
+                assert self.nics[nic_id].attached
+                self.recorded_nics.add(nic_id)
+                self.plugged_nics.add(nic_id)
+            case s.RemoveNicStep(nic_id=nic_id):
+                assert self.worker.state is VmmState.RUNNING, "nobody can let go"
+                self.plugged_nics.discard(nic_id)
+                self.recorded_nics.discard(nic_id)
             case s.ThawStep():
                 assert self.worker.state is VmmState.RUNNING, "nobody can thaw"
                 self.frozen = self.marked = False
@@ -201,6 +215,8 @@ class Model:
         self.serial += 1
         self.recorded = {d.disk_id: d.volume_uid for d in desired.disks}
         self.plugged = dict(self.recorded)
+        self.recorded_nics = {nic.nic_id for nic in desired.nics}
+        self.plugged_nics = set(self.recorded_nics)
         self.worker = m.ObservedWorker(
             worker_id=f"w{self.serial}", life=m.Life.ALIVE, state=VmmState.CREATED
         )
@@ -236,9 +252,11 @@ class PlannerMachine(RuleBasedStateMachine):
         generation=st.integers(1, 3),
     )
     def want_parts(self, disks: set[str], nics: set[str], generation: int) -> None:
-        if not self._idle():
-            return  # admission refuses it while a VMM is recorded
+        """Also under a running VM; the NIC of another generation has other groups."""
+        if self.desired.deleting:
+            return
         self.want_disks(disks=sorted(disks))
+        newest = max((nic.generation for nic in self.desired.nics), default=0)
         self.desired = replace(
             self.desired,
             nics=tuple(
@@ -248,7 +266,7 @@ class PlannerMachine(RuleBasedStateMachine):
                     network="net",
                     network_uid="net",
                     network_generation=1,
-                    generation=generation,
+                    generation=max(generation, newest),
                 )
                 for uid in sorted(nics)
             ),
@@ -305,6 +323,16 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule()
     def the_agent_is_new(self) -> None:
         self.model.regrown.clear()
+
+    @rule(nic=st.sampled_from(["n1", "n2"]), recorded=st.booleans())
+    def a_plug_of_a_nic_is_cut_short(self, nic: str, recorded: bool) -> None:
+        """What was recorded is perhaps not plugged."""
+        worker = self.model.worker
+        alive = worker is not None and worker.life is m.Life.ALIVE
+        if alive and recorded and nic in self.model.nics:
+            self.model.recorded_nics.add(nic)
+        elif alive:
+            self.model.plugged_nics.discard(nic)
 
     @rule(running=st.booleans(), force=st.booleans())
     def want(self, running: bool, force: bool) -> None:
@@ -383,6 +411,9 @@ class PlannerMachine(RuleBasedStateMachine):
             wanted = {d.disk_id: d.volume_uid for d in self.desired.disks}
             assert self.model.plugged == self.model.recorded == wanted
             assert self.model.attached == set(wanted.values())
+            nics = {nic.nic_id for nic in self.desired.nics}
+            assert self.model.plugged_nics == self.model.recorded_nics == nics
+            assert set(self.model.nics) == nics
             assert not self.model.pending & self._to_grow()
             assert not self.model.frozen
         else:
@@ -552,6 +583,72 @@ def test_a_volume_is_detached_only_after_guest_and_vmm_have_let_go() -> None:
         s.RemoveDiskStep("disk-d"),
         s.DetachVolumeStep("v"),
     ]
+
+
+NIC = m.DesiredNic(
+    name="e", nic_id="n", network="net", network_uid="u", network_generation=1, generation=2
+)
+SEEN = m.ObservedNic(generation=2, network_uid="u", attached=True)
+
+
+def with_nics(
+    recorded: Set[str], plugged: Set[str] | None, nics: Set[str], **changes: object
+) -> m.ObservedVm:
+    """A VM that runs and its NICs."""
+    seen = running(networks={"u": 1}, nics=dict.fromkeys(nics, SEEN), **changes)
+    assert seen.worker is not None
+    known = frozenset(plugged) if plugged is not None else None
+    worker = replace(seen.worker, nics=frozenset(recorded), plugged_nics=known)
+    return replace(seen, worker=worker)
+
+
+def test_a_nic_is_attached_before_it_is_plugged_and_detached_after_it_was_unplugged() -> None:
+    wants = replace(RUNS, nics=(NIC,))
+    assert p.plan(wants, with_nics(set(), set(), set())) == [
+        s.AttachNicStep("n"),
+        s.AddNicStep("n"),
+    ]
+    assert p.plan(wants, with_nics({"n"}, {"n"}, {"n"})) == []
+    assert p.plan(RUNS, with_nics({"n"}, {"n"}, {"n"})) == [
+        s.RemoveNicStep("n"),
+        s.DetachNicStep("n"),
+    ]
+    assert p.plan(RUNS, with_nics(set(), set(), {"n"})) == [s.DetachNicStep("n")]
+
+
+def test_a_nic_goes_before_another_comes_that_may_have_its_address() -> None:
+    assert p.plan(replace(RUNS, nics=(NIC,)), with_nics({"o"}, {"o"}, {"o"})) == [
+        s.RemoveNicStep("o"),
+        s.DetachNicStep("o"),
+        s.AttachNicStep("n"),
+        s.AddNicStep("n"),
+    ]
+
+
+def test_a_nic_that_is_recorded_and_not_plugged_is_plugged_again() -> None:
+    wants = replace(RUNS, nics=(NIC,))
+    assert p.plan(wants, with_nics({"n"}, set(), {"n"})) == [s.AddNicStep("n")]
+    assert p.plan(RUNS, with_nics({"n"}, set(), {"n"}))[0] == s.RemoveNicStep("n")
+
+
+def test_no_nic_is_touched_where_the_vmm_is_silent_or_its_vcpus_stand() -> None:
+    wants = replace(RUNS, nics=(NIC,))
+    for desired in (wants, RUNS):
+        assert p.plan(desired, with_nics({"o"}, None, {"o"})) == []
+        silent = with_nics({"o"}, {"o"}, {"o"}, network_known=False)
+        assert p.plan(desired, silent) == []
+    seen = with_nics({"o"}, {"o"}, {"o"})
+    assert seen.worker is not None
+    stands = replace(seen, worker=replace(seen.worker, state=VmmState.PAUSED))
+    assert p.plan(RUNS, stands) == [s.ResumeStep()]
+
+
+def test_a_nic_whose_network_is_not_ready_waits_and_the_others_go_on() -> None:
+    wants = replace(RUNS, nics=(replace(NIC, network_generation=2),), disks=(DATA, MORE))
+    steps = p.plan(wants, with_nics(set(), set(), set()))
+    assert steps[:-1] == [s.AttachVolumeStep("w", 1, read_only=False), s.AddDiskStep("disk-e", "w")]
+    assert isinstance(steps[-1], s.WaitStep)
+    assert steps[-1].reason == "NetworkNotReady"
 
 
 def test_a_disk_that_was_let_go_of_once_for_an_operation_is_not_let_go_of_again() -> None:

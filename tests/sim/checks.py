@@ -90,6 +90,9 @@ def _vms(machine: Machine, tables: Tables) -> list[str]:
             disks = {d.disk_id: d.volume_uid for d in desired_vm(tables, stored).disks}
             if process.disks != disks:
                 found.append(f"I3: {stored.title} has {process.disks} plugged, not {disks}")
+            nics = {nic.nic_id for nic in desired_vm(tables, stored).nics}
+            if process.nics != nics:
+                found.append(f"I3: {stored.title} has NICs {process.nics}, not {nics}")
             if process.frozen:
                 found.append(f"I3: {stored.title} is still frozen")
         if wanted and stored.uid not in machine.host.consoles:

@@ -65,6 +65,7 @@ class SimNwd(SimPolicy):
         self.exposures: dict[str, SimExposure] = {}
         self.down_until = 0.0
         self.vmm_alive: Callable[[str], bool] = lambda vm: False
+        self.guest_has: Callable[[str, str], bool] = lambda vm, nic: False
         self.operation_known: Callable[[str], bool] = lambda operation: True
         self._macs = 0
 
@@ -144,8 +145,8 @@ class SimNwd(SimPolicy):
             raise NotFound("no such NIC")
         if params.meta.generation < nic.generation:
             raise StaleGeneration(f"{params.meta.generation} < {nic.generation}")
-        if self.vmm_alive(nic.vm_id):
-            self.violate(f"NIC {params.nic_id} detached while the VMM lives")
+        if self.guest_has(nic.vm_id, params.nic_id):
+            self.violate(f"NIC {params.nic_id} detached while the VMM has it")
         del self.nics[params.nic_id]
         return Done()
 
@@ -176,7 +177,7 @@ class SimNwd(SimPolicy):
             mtu=1450,
             hostname=nic.hostname,
             security_groups=nic.groups,
-            carrier=self.vmm_alive(nic.vm_id) and not nic.tap_lost,
+            carrier=self.guest_has(nic.vm_id, uid) and not nic.tap_lost,
         )
 
 

@@ -27,7 +27,7 @@ from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgum
 from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.wire.resources import VmmChoice
 from chv.images.store import Collected
-from chv.vmm.driver import DiskConfig, PluggedDisk, VmmConfig, VmmObservation, VmmState
+from chv.vmm.driver import DiskConfig, NicConfig, PluggedDisk, VmmConfig, VmmObservation, VmmState
 from tests.sim.chaos import Chaos
 from tests.sim.daemons import SimNwd, SimStord
 
@@ -51,6 +51,7 @@ class SimProcess:
     ran_at: float = 0.0
     disks: dict[str, str] = field(default_factory=dict)  # plugged: disk id -> volume
     leaving: set[str] = field(default_factory=set)  # that the guest was asked to let go of
+    nics: set[str] = field(default_factory=set)  # plugged
     clings: int = 0  # so often the guest does not let go in time
     frozen: bool = False
 
@@ -77,6 +78,7 @@ class SimHost:
             daemon.vmm_alive = self.vmm_alive
         self.stord.vcpus_run = self.vcpus_run
         self.stord.guest_has = self.guest_has
+        self.nwd.guest_has = self.guest_has_nic
         self.dirs: set[str] = set()
         self.seeds: dict[str, str] = {}  # vm uid -> host key
         self.keys_made = 0
@@ -87,6 +89,7 @@ class SimHost:
         self.exits = Watch()
         self.intended: Callable[[str, str], bool] = lambda vm, worker: True
         self.intends_disk: Callable[[str, str, str], bool] = lambda vm, disk, volume: True
+        self.intends_nic: Callable[[str, str], bool] = lambda vm, nic: True
         self.now: Callable[[], float] = lambda: 0.0
         self.spawned = 0
 
@@ -109,6 +112,11 @@ class SimHost:
         """Tell whether a volume is plugged into a live VMM."""
         process = self.live(vm_uid)
         return process is not None and volume_uid in process.disks.values()
+
+    def guest_has_nic(self, vm_uid: str, nic_id: str) -> bool:
+        """Tell whether a NIC is plugged into a live VMM."""
+        process = self.live(vm_uid)
+        return process is not None and nic_id in process.nics
 
     def die(self, process: SimProcess) -> None:
         """The process ends, whatever the reason."""
@@ -148,7 +156,8 @@ class SimHost:
         self.spawned += 1
         pid = 1000 + self.spawned
         disks = {disk.id: _volume(disk) for disk in config.disks if disk.kind == "vhost-user-blk"}
-        self.processes[pid] = SimProcess(pid, uid, config, obedient, disks=disks)
+        nics = {nic.id for nic in config.nics}
+        self.processes[pid] = SimProcess(pid, uid, config, obedient, disks=disks, nics=nics)
         return self.processes[pid].record
 
     def _check_parts(self, request: SpawnRequest) -> None:
@@ -195,9 +204,7 @@ class SimHost:
         process = self.monitor(vm_uid)
         process.resets += 1
         process.frozen = False
-        for disk_id in process.leaving:
-            process.disks.pop(disk_id, None)
-        process.leaving.clear()
+        _eject(process)
         session = self.stord.sessions.get(vm_uid)
         if session is None or session.serving:
             process.reset_due = False
@@ -219,18 +226,34 @@ class SimHost:
 
     def remove_disk(self, vm_uid: str, disk_id: str) -> None:
         """Ask the guest to let go; it does, at once or after it was asked again."""
+        if disk_id in self.monitor(vm_uid).disks:
+            self._ask_to_let_go(vm_uid, disk_id)
+
+    def _ask_to_let_go(self, vm_uid: str, device: str) -> None:
         process = self.monitor(vm_uid)
-        if disk_id not in process.disks:
-            return
         if process.state is not VmmState.RUNNING:
             raise FailedPrecondition(f"the VM is {process.state.value}")
-        process.leaving.add(disk_id)
+        process.leaving.add(device)
         if process.clings > 0:
             process.clings -= 1
             raise DeadlineExceeded("the guest has not let go")
-        for each in process.leaving:
-            process.disks.pop(each, None)
-        process.leaving.clear()
+        _eject(process)
+
+    def add_nic(self, vm_uid: str, nic: NicConfig) -> None:
+        """Plug a NIC that is attached."""
+        process = self.monitor(vm_uid)
+        if nic.id not in self.nwd.nics:
+            self.violate(f"{vm_uid} was given a NIC {nic.id} that is not attached")
+        if not self.intends_nic(vm_uid, nic.id):
+            self.violate(f"I7: {vm_uid} was given a NIC {nic.id} that is not recorded")
+        if nic.id in process.leaving:
+            raise FailedPrecondition("the guest is about to let go of it")
+        process.nics.add(nic.id)
+
+    def remove_nic(self, vm_uid: str, nic_id: str) -> None:
+        """Ask the guest to let go of a NIC."""
+        if nic_id in self.monitor(vm_uid).nics:
+            self._ask_to_let_go(vm_uid, nic_id)
 
     def agent(self, vm_uid: str) -> SimProcess:
         """Return the VMM of a guest whose agent answers."""
@@ -245,6 +268,13 @@ class SimHost:
         if frozen and not self.marks_freeze(vm_uid):
             self.violate(f"I7: the guest of {vm_uid} was frozen, and it is not recorded")
         process.frozen = frozen
+
+
+def _eject(process: SimProcess) -> None:
+    for device in process.leaving:
+        process.disks.pop(device, None)
+        process.nics.discard(device)
+    process.leaving.clear()
 
 
 def _volume(disk: DiskConfig) -> str:
@@ -364,6 +394,20 @@ class SimVmms:
 
     async def remove_disk(self, vm: VmHandle, disk_id: str) -> None:
         await self._do("remove_disk", lambda: self._host.remove_disk(vm.uid, disk_id))
+
+    async def nics(self, vm: VmHandle) -> tuple[str, ...]:
+        def look() -> tuple[str, ...]:
+            return tuple(sorted(self._host.monitor(vm.uid).nics))
+
+        seen = await self._do("nics", look, False)
+        assert isinstance(seen, tuple)
+        return seen
+
+    async def add_nic(self, vm: VmHandle, nic: NicConfig) -> None:
+        await self._do("add_nic", lambda: self._host.add_nic(vm.uid, nic))
+
+    async def remove_nic(self, vm: VmHandle, nic_id: str) -> None:
+        await self._do("remove_nic", lambda: self._host.remove_nic(vm.uid, nic_id))
 
     async def ping_guest(self, vm: VmHandle) -> None:
         await self._do("ping_guest", lambda: self._host.agent(vm.uid), False)

@@ -101,6 +101,7 @@ class Machine:
         self.host.now = self.host.stord.now = self.clock.monotonic
         self.host.intended = self._intended
         self.host.intends_disk = self._intends_disk
+        self.host.intends_nic = self._intends_nic
         self.host.marks_freeze = self._marks_freeze
         for daemon in (self.host.stord, self.host.nwd):
             daemon.operation_known = lambda operation: operation in self.store.tables.operations
@@ -116,6 +117,10 @@ class Machine:
         row = self.store.tables.workers.get(vm_uid)
         recorded = row.config.disks if row is not None else ()
         return any(d.id == disk_id and d.volume_id == volume_uid for d in recorded)
+
+    def _intends_nic(self, vm_uid: str, nic_id: str) -> bool:
+        row = self.store.tables.workers.get(vm_uid)
+        return row is not None and any(nic.id == nic_id for nic in row.config.nics)
 
     def _marks_freeze(self, vm_uid: str) -> bool:
         row = self.store.tables.workers.get(vm_uid)

@@ -15,6 +15,7 @@ import msgspec
 from chv.agent.records import StoredObject
 from chv.agent.references import referrers
 from chv.agent.tables import Tables
+from chv.agent.vm.desired import nic_id
 from chv.common.errors import FailedPrecondition, InUse, InvalidArgument
 from chv.common.names import shown
 from chv.common.wire.network_rules import contains
@@ -26,6 +27,7 @@ from chv.common.wire.resources import (
     Network,
     VirtualMachine,
 )
+from chv.vmm.driver import HOT_PLUG
 
 Find = Callable[[str, str, str], StoredObject | None]
 # What nwd changes under a guest that uses the NIC.
@@ -79,16 +81,61 @@ def _public_used(holder: StoredObject, network: str) -> Iterable[str]:
 
 
 def check_interfaces_change(before: StoredObject, old: VirtualMachine, new: VirtualMachine) -> None:
-    """A running VM takes up groups, rates, bounds and public addresses; the rest when stopped."""
-    was, now = map(_at_rest, (old.spec.interfaces, new.spec.interfaces))
-    if was != now:
-        raise FailedPrecondition(
-            "it cannot change while the VM runs, but for securityGroups, bandwidth, "
-            "maxConnections and publicAddress",
-            resource=before.title,
-            field="spec.interfaces",
-            hint=f"chv stop {new.metadata.name}, then apply again",
+    """A running VM takes up and lets go of interfaces; one that it keeps changes in `LIVE` alone.
+
+    Another network makes it another interface.
+    """
+    was, now = (
+        {(each.name, each.network): each for each in _at_rest(vm.spec.interfaces)}
+        for vm in (old, new)
+    )
+    if changed := [each.name for key, each in was.items() if now.get(key, each) != each]:
+        raise _only_stopped(
+            before,
+            f"{', '.join(changed)} cannot change while the VM runs, but for securityGroups, "
+            "bandwidth, maxConnections and publicAddress",
         )
+    facts = before.facts
+    can = facts is not None and facts.selection is not None and facts.selection.name in HOT_PLUG
+    if was.keys() != now.keys() and not can:
+        raise _only_stopped(before, "its VMM takes up and lets go of interfaces only at a start")
+
+
+def check_interfaces_plug(
+    tables: Tables, before: StoredObject, old: VirtualMachine, new: VirtualMachine
+) -> None:
+    """Refuse what the running VMM cannot do with its NICs as they are recorded."""
+    plugged = {nic.id: nic for nic in tables.workers[before.uid].config.nics}
+    had, has = ({each[0]: each[1] for each in _nic_ids(tables, vm)} for vm in (old, new))
+    for uid, name in had.items():
+        if uid not in has and uid in plugged and not plugged[uid].on_port:
+            raise _only_stopped(
+                before, f"{name} is from a start by an older version and cannot be unplugged"
+            )
+    for uid, name in has.items():
+        if uid not in had and uid in plugged:
+            raise FailedPrecondition(
+                f"the guest is still letting go of the {name} that it had",
+                resource=before.title,
+                field="spec.interfaces",
+                hint="apply again when NetworkReady is True",
+            )
+
+
+def _nic_ids(tables: Tables, vm: VirtualMachine) -> Iterable[tuple[str, str]]:
+    for each in vm.spec.interfaces:
+        network = tables.find("Network", vm.metadata.namespace, each.network)
+        if network is not None:
+            yield nic_id(vm.metadata.uid, each, network.uid), each.name
+
+
+def _only_stopped(before: StoredObject, problem: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        problem,
+        resource=before.title,
+        field="spec.interfaces",
+        hint=f"chv stop {before.key[2]}, then apply again",
+    )
 
 
 def _at_rest(interfaces: list[InterfaceSpec]) -> list[InterfaceSpec]:

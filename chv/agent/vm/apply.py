@@ -58,6 +58,7 @@ class Applier:
         self._memory = memory
         self._operation_id = ""
         self._served = dict(sight.attachments)
+        self._nics = dict(sight.nics)
         self._seeded: CloudInitSpec | None = None  # what the seed disk was written from
 
     async def apply(self, step: steps.Step) -> None:
@@ -135,6 +136,10 @@ class Applier:
                 await plugging.plug(self._context, vm, self._desired, step, self._served)
             case steps.RemoveDiskStep(disk_id=disk_id):
                 await plugging.unplug(self._context, vm, disk_id)
+            case steps.AddNicStep():
+                await plugging.plug_nic(self._context, vm, step, self._nics)
+            case steps.RemoveNicStep():
+                await plugging.unplug_nic(self._context, vm, step.nic_id)
             case steps.ThawStep():
                 await port.thaw_guest(vm)
                 await self._put_worker(frozen=False)
@@ -208,8 +213,7 @@ class Applier:
 
     async def _attach_nic(self, nic_id: str) -> None:
         desired = desired_vm(self._context.ledger.tables, self._stored)
-        nic = next((nic for nic in desired.nics if nic.nic_id == nic_id), None)
-        if nic is None:
+        if (nic := next((n for n in desired.nics if n.nic_id == nic_id), None)) is None:
             raise Conflict("the interface is not wanted any more", resource=nic_id)
         request = attach_request(
             self._context.ledger.tables,
@@ -218,7 +222,7 @@ class Applier:
             self._context.meta(self._operation_id, nic.generation),
             self._context.world.layout.vmm_uid(facts_of(self._stored).slot),
         )
-        await self._context.nwd.call(nwd.ATTACH_NIC, request)
+        self._nics[nic_id] = await self._context.nwd.call(nwd.ATTACH_NIC, request)
         self._wake_network(nic.network_uid, [*nic.group_uids, *self._groups_seen(nic_id)])
 
     def _groups_seen(self, nic_id: str) -> list[str]:
@@ -344,10 +348,10 @@ class Applier:
         record = self._sight.record
         if record is None:
             raise Conflict("the process to stop is not there", resource=self._uid)
-        reason = facts_of(self._stored).stop_reason
-        ending = self._row.ending or Ending(kind=step.kind, reason=reason)
+        asked = Ending(kind=step.kind, reason=facts_of(self._stored).stop_reason)
+        ending = self._row.ending or asked
         if step.kind in (EndKind.STOP, EndKind.DELETE, EndKind.RESTART):
-            ending = Ending(kind=step.kind, reason=reason)
+            ending = asked
         await self._put_worker(ending=ending, record=record)
         timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")
         ladder = Ladder(self._context.world.vmm, self._context.world.clock, self._handle, record)
@@ -377,13 +381,12 @@ class Applier:
 
     def _generation_of(self, uid: str) -> int:
         stored = self._context.stored(uid)
-        return stored.resource.metadata.generation if stored is not None else 0
+        return stored.resource.metadata.generation if stored else 0
 
     async def _detach_nic(self, nic_id: str) -> None:
-        generation = facts_of(self._stored).nic_generation
         seen = self._sight.nics.get(nic_id)
-        if seen is not None:
-            generation = max(generation, seen.generation)
+        known = seen.generation if seen is not None else 0
+        generation = max(facts_of(self._stored).nic_generation, known)
         request = nwd.NicRef(meta=self._context.meta(self._operation_id, generation), nic_id=nic_id)
         with suppress(NotFound):  # that is what we want
             await self._context.nwd.call(nwd.DETACH_NIC, request)

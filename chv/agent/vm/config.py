@@ -115,5 +115,10 @@ def _nics(desired: DesiredVm, parts: Parts) -> tuple[NicConfig, ...]:
         info = parts.nics.get(nic.nic_id)
         if info is None:
             raise FailedPrecondition(f"the NIC on network {nic.network} is gone")
-        found.append(NicConfig(id=nic.nic_id, mac=info.mac, mtu=info.mtu, queues=info.queues))
+        found.append(nic_config(info))
     return tuple(found)
+
+
+def nic_config(info: NicInfo) -> NicConfig:
+    """Return a NIC as the VMM is to have it."""
+    return NicConfig(id=info.nic_id, mac=info.mac, mtu=info.mtu, queues=info.queues, on_port=True)

@@ -23,6 +23,8 @@ NAMES: dict[type[steps.Step], str] = {
     steps.ResumeStep: "resume",
     steps.AddDiskStep: "add_disk",
     steps.RemoveDiskStep: "remove_disk",
+    steps.AddNicStep: "add_nic",
+    steps.RemoveNicStep: "remove_nic",
     steps.ThawStep: "thaw",
     steps.StopStep: "stop",
     steps.CleanupStep: "cleanup",
@@ -41,6 +43,8 @@ FAILPOINTS = (
     ),
     "agent.vm.add_disk_effect.before",
     "agent.vm.remove_disk_record.before",
+    "agent.vm.add_nic_effect.before",
+    "agent.vm.remove_nic_record.before",
     "agent.vm.freeze.before",
     "agent.vm.freeze.after",
     "agent.vm.freeze.thawed",
@@ -53,6 +57,8 @@ def title(name: str, step: steps.Step) -> str:
         case steps.AttachVolumeStep(volume_uid=uid) | steps.DetachVolumeStep(volume_uid=uid):
             return f"{name} {uid}"
         case steps.AttachNicStep(nic_id=uid) | steps.DetachNicStep(nic_id=uid):
+            return f"{name} {uid}"
+        case steps.AddNicStep(nic_id=uid) | steps.RemoveNicStep(nic_id=uid):
             return f"{name} {uid}"
         case steps.AddDiskStep(disk_id=disk_id) | steps.RemoveDiskStep(disk_id=disk_id):
             return f"{name} {disk_id}"

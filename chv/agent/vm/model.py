@@ -95,6 +95,8 @@ class ObservedWorker:
     start_expired: bool = False  # alive, never booted, and out of time
     disks: dict[str, str] = field(default_factory=dict)  # recorded: disk id -> volume uid
     plugged: frozenset[str] | None = None  # disk ids; None: the VMM was not or cannot be asked
+    nics: frozenset[str] = frozenset()  # recorded: NIC ids
+    plugged_nics: frozenset[str] | None = None  # as `plugged`
     frozen: bool = False  # the guest was perhaps frozen, and nobody is about to thaw it
 
 

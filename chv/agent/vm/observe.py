@@ -81,7 +81,7 @@ async def observe(
     storage = await _storage(context, desired)
     worker, monitor = await _worker(context, stored, row, process, memory)
     if worker is not None and row is not None:
-        worker = await _with_disks(context, stored, row, worker, storage)
+        worker = await _with_devices(context, stored, row, worker, storage)
     network = await _network(context, desired)
     image = _image(context, stored, desired)
     facts = facts_of(stored)
@@ -156,7 +156,7 @@ async def _worker(
     return worker, monitor
 
 
-async def _with_disks(
+async def _with_devices(
     context: Context,
     stored: StoredObject,
     row: WorkerRow,
@@ -169,12 +169,15 @@ async def _with_disks(
         disk.id: disk.volume_id or by_path.get(disk.path, "") for disk in served_disks(row.config)
     }
     plugged: frozenset[str] | None = None
+    plugged_nics: frozenset[str] | None = None
     if row.driver in HOT_PLUG and worker.state in (VmmState.RUNNING, VmmState.PAUSED):
         with suppress(*SILENT):
             seen = await context.world.vmm.disks(handle_of(stored))
             plugged = frozenset(disk.id for disk in seen)
+            plugged_nics = frozenset(await context.world.vmm.nics(handle_of(stored)))
     known = {disk_id: uid for disk_id, uid in recorded.items() if uid}
-    return replace(worker, disks=known, plugged=plugged)
+    nics = frozenset(nic.id for nic in row.config.nics)
+    return replace(worker, disks=known, plugged=plugged, nics=nics, plugged_nics=plugged_nics)
 
 
 async def _stranger_lives(context: Context, uid: str) -> bool:

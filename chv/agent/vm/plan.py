@@ -19,7 +19,14 @@ from chv.agent.vm.model import (
     ObservedWorker,
 )
 from chv.agent.vm.plan_disks import detach_volumes, missing_disks, replug, volume_problem
-from chv.agent.vm.plan_nics import attach_nics, nics_blocked, nics_wait, unwanted_nics
+from chv.agent.vm.plan_nics import (
+    attach_nics,
+    change_nics,
+    nics_blocked,
+    nics_wait,
+    replug_nics,
+    unwanted_nics,
+)
 from chv.agent.vm.steps import (
     AdoptStep,
     AttachConsoleStep,
@@ -159,7 +166,7 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         return _recover(desired, observed, worker)
     if worker.state is VmmState.UNKNOWN:
         return [WaitStep("VMMRunning", "MonitorSilent", "the VMM does not answer", retry_s=2.0)]
-    steps = attach_nics(desired, observed) if observed.network_known else []
+    steps = change_nics(desired, observed, worker) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
     full = _full(desired, observed)
@@ -170,6 +177,7 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         return [*steps, full]
     if worker.frozen:
         steps.append(ThawStep())
+    steps += replug_nics(desired, observed, worker)
     steps += replug(desired, observed, worker)
     waits = nics_wait(desired, observed) if observed.network_known else None
     # A plan ends with the first thing that it waits for.

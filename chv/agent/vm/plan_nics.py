@@ -1,13 +1,24 @@
-"""The planner's part about NICs: attach, change, detach, and what they wait for. Pure.
+"""The planner's part about NICs: attach, plug, change, unplug, detach; what they wait for. Pure.
 
 A NIC is attached with all that it is: what it may reach is in force before a guest can use it. So
-its groups are made before, and a NIC whose groups are not there waits.
+its groups are made before, and a NIC whose groups are not there waits. What is recorded as plugged
+counts as plugged until it was removed and the record with it: until then nwd keeps its tap.
 """
 
 from __future__ import annotations
 
-from chv.agent.vm.model import DesiredNic, DesiredVm, ObservedNic, ObservedVm
-from chv.agent.vm.steps import AttachNicStep, DetachNicStep, Step, WaitStep
+from dataclasses import replace
+
+from chv.agent.vm.model import DesiredNic, DesiredVm, ObservedNic, ObservedVm, ObservedWorker
+from chv.agent.vm.steps import (
+    AddNicStep,
+    AttachNicStep,
+    DetachNicStep,
+    RemoveNicStep,
+    Step,
+    WaitStep,
+)
+from chv.vmm.driver import VmmState
 
 
 def unwanted_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
@@ -23,6 +34,32 @@ def attach_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
         for nic in desired.nics
         if not _is_right(nic, observed.nics.get(nic.nic_id)) and not _problem(nic, observed)
     ]
+
+
+def change_nics(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> list[Step]:
+    """Bring the NICs that the VM has to what is wanted; others come with `replug_nics`."""
+    kept = tuple(nic for nic in desired.nics if nic.nic_id in worker.nics)
+    return attach_nics(replace(desired, nics=kept), observed)
+
+
+def replug_nics(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> list[Step]:
+    """Bring the NICs of a running VM to what is wanted: an address goes before it comes again."""
+    plugged = worker.plugged_nics
+    if not observed.network_known or plugged is None or worker.state is not VmmState.RUNNING:
+        return []
+    wanted = {nic.nic_id: nic for nic in desired.nics}
+    steps: list[Step] = [RemoveNicStep(nic_id) for nic_id in sorted(worker.nics - wanted.keys())]
+    steps += unwanted_nics(desired, observed)
+    for nic_id, nic in wanted.items():
+        if nic_id in worker.nics and nic_id in plugged:
+            continue
+        right = _is_right(nic, observed.nics.get(nic_id))
+        if not right and _problem(nic, observed):
+            continue
+        if not right and nic_id not in worker.nics:
+            steps.append(AttachNicStep(nic_id))
+        steps.append(AddNicStep(nic_id))
+    return steps
 
 
 def nics_wait(desired: DesiredVm, observed: ObservedVm) -> WaitStep | None:

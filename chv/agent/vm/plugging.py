@@ -1,8 +1,8 @@
-"""The effects on the disks of a running VM: a disk is in the record whenever it may be plugged.
+"""The effects on disks and NICs of a running VM: each is in the record whenever it may be plugged.
 
 So it is written down before it is plugged, and struck out after guest and VMM have let go of it:
-whoever finds it in the record after a crash does not let stord stop serving it. Both may be
-repeated. Fails with the error of the port.
+whoever finds it in the record after a crash does not let stord stop serving it, or nwd remove its
+tap. All may be repeated. Fails with the error of the port.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import msgspec
 from chv.agent.context import Context
 from chv.agent.ports import VmHandle
 from chv.agent.records import PutWorker, WorkerRow
-from chv.agent.vm.config import boot_index_of, disk_config
+from chv.agent.vm.config import boot_index_of, disk_config, nic_config
 from chv.agent.vm.model import DesiredVm
-from chv.agent.vm.steps import AddDiskStep
+from chv.agent.vm.steps import AddDiskStep, AddNicStep
 from chv.common.errors import Conflict
 from chv.common.failpoint import failpoint
+from chv.common.wire.nwd import NicInfo
 from chv.common.wire.stord import AttachmentInfo
-from chv.vmm.driver import DiskConfig
+from chv.vmm.driver import DiskConfig, NicConfig
 
 _replace = msgspec.structs.replace
 
@@ -51,6 +52,34 @@ async def unplug(context: Context, vm: VmHandle, disk_id: str) -> None:
     await failpoint("agent.vm.remove_disk_record.before")
     disks = _row(context, vm.uid).config.disks
     await record(context, vm.uid, tuple(d for d in disks if d.id != disk_id))
+
+
+async def plug_nic(
+    context: Context, vm: VmHandle, step: AddNicStep, attached: Mapping[str, NicInfo]
+) -> None:
+    """Record the NIC, then plug it."""
+    info = attached.get(step.nic_id)
+    if info is None:
+        raise Conflict("the NIC is not attached any more", resource=vm.uid)
+    config = nic_config(info)
+    await _record_nic(context, vm.uid, config.id, config)
+    await failpoint("agent.vm.add_nic_effect.before")
+    await context.world.vmm.add_nic(vm, config)
+
+
+async def unplug_nic(context: Context, vm: VmHandle, nic_id: str) -> None:
+    """Let guest and VMM let go of the NIC, then strike it out."""
+    await context.world.vmm.remove_nic(vm, nic_id)
+    await failpoint("agent.vm.remove_nic_record.before")
+    await _record_nic(context, vm.uid, nic_id)
+
+
+async def _record_nic(context: Context, vm_uid: str, nic_id: str, *made: NicConfig) -> None:
+    async with context.ledger.writing():
+        row = _row(context, vm_uid)
+        others = (nic for nic in row.config.nics if nic.id != nic_id)
+        row = _replace(row, config=_replace(row.config, nics=(*others, *made)))
+        await context.ledger.commit_held(PutWorker(row=row))
 
 
 async def record(context: Context, vm_uid: str, disks: tuple[DiskConfig, ...]) -> None:

@@ -19,6 +19,8 @@ from chv.agent.vm.observe import Sight
 from chv.agent.vm.pending import pending_changes, running_memory
 from chv.agent.vm.status_disks import disk_status, storage_lost, volumes_ready, wait_for
 from chv.agent.vm.steps import (
+    AddNicStep,
+    RemoveNicStep,
     SpawnStep,
     Step,
     StopStep,
@@ -165,10 +167,18 @@ def _network_ready(picture: Picture) -> Condition:
     wait = wait_for(picture.steps, "NetworkReady")
     if wait is not None:
         return condition("NetworkReady", False, wait.reason, wait.message)
+    going = [step for step in picture.steps if isinstance(step, RemoveNicStep)]
+    if going:
+        message = f"the guest is asked to let go of {len(going)} interface(s)"
+        return condition("NetworkReady", False, "Unplugging", message)
     right = {nic_id for nic_id, nic in seen.nics.items() if nic.attached}
     missing = [nic.network for nic in picture.desired.nics if nic.nic_id not in right]
     if missing:
         return condition("NetworkReady", False, "NotAttached", f"no NIC yet on {missing}")
+    coming = {step.nic_id for step in picture.steps if isinstance(step, AddNicStep)}
+    if coming:
+        names = ", ".join(nic.name for nic in picture.desired.nics if nic.nic_id in coming)
+        return condition("NetworkReady", False, "Plugging", f"to be plugged: {names}")
     lost = _lost_taps(picture)
     if lost:
         name = vm_of(picture.stored).metadata.name
@@ -191,7 +201,7 @@ def _lost_taps(picture: Picture) -> list[str]:
     return [
         repr(nic.name)
         for nic in picture.desired.nics
-        if nic.nic_id in seen and not seen[nic.nic_id].carrier
+        if nic.nic_id in seen and nic.nic_id in worker.nics and not seen[nic.nic_id].carrier
     ]
 
 

@@ -158,6 +158,20 @@ class RemoveDiskStep:
 
 
 @dataclass(frozen=True, slots=True)
+class AddNicStep:
+    """Record and plug a NIC of a running VM."""
+
+    nic_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveNicStep:
+    """Unplug a NIC of a running VM and drop it from the record."""
+
+    nic_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ThawStep:
     """Thaw a guest that somebody froze who is no more."""
 
@@ -167,6 +181,8 @@ VmmStep = (
     AttachConsoleStep
     | AddDiskStep
     | RemoveDiskStep
+    | AddNicStep
+    | RemoveNicStep
     | ThawStep
     | BootStep
     | MarkRecoveringStep

@@ -309,9 +309,10 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     `memory`, `boot.cmdline` and `cloudInit` are stored and take effect at the next start; until
     then the condition `RestartRequired` is True and names them, and `status.vmm` shows what runs.
     (A guest's cloud-init applies much of `cloudInit` only at the first boot of a disk.) `disks`
-    are plugged and unplugged, but for the one that the firmware booted. Of `interfaces`, the
-    groups, bandwidth, connection bound and public address change at once, the rest only while it
-    is stopped, as does `boot.image`; `vmm` never after the first start.
+    are plugged and unplugged, but for the one that the firmware booted, and so are `interfaces`,
+    where the VMM can (QEMU does). One that stays changes its groups, bandwidth, connection bound
+    and public address at once, the rest only while the VM is stopped, as does `boot.image`; on
+    another network it is another interface. `vmm` never changes after the first start.
     """
 
     run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE

@@ -83,9 +83,10 @@ static_network6() {
     return 0
 }
 
+# $2 is the number of the interface: another one that is plugged in later may have its name.
 dhcp_forever() {
-    while :; do
-        udhcpc -f -i "$1" -s /lib/chv/udhcpc.sh -t 5 -T 1 -A 2 \
+    while read -r number <"/sys/class/net/$1/ifindex" && [ "$number" = "$2" ]; do
+        udhcpc -f -i "$1" -p "/run/chv/udhcpc.$1" -s /lib/chv/udhcpc.sh -t 5 -T 1 -A 2 \
             -O search -O mtu -O staticroutes -x "hostname:$NAME" >/dev/null 2>&1
         sleep 1
     done
@@ -93,11 +94,12 @@ dhcp_forever() {
 
 # The directory tells others, who may have seen the interface too, that it is taken care of.
 bring_up() {
-    [ "$1" != lo ] && mkdir "/run/chv/nic.$1" 2>/dev/null || return 0
+    [ "$1" != lo ] && read -r index <"/sys/class/net/$1/ifindex" || return 0
+    mkdir "/run/chv/nic.$index" 2>/dev/null || return 0
     read -r hardware <"/sys/class/net/$1/address"
     ip link set "$1" up
     static_network6 "$1" "$hardware"
-    static_network "$1" "$hardware" || dhcp_forever "$1" &
+    static_network "$1" "$hardware" || dhcp_forever "$1" "$index" &
 }
 
 mount_data() {

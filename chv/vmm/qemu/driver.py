@@ -2,13 +2,14 @@
 
 Holds one Monitor per VM and no other state: every method asks QEMU first and reads back what it
 changed. Knows nothing of processes, except that `probe` tries QEMU out. What a disk takes is in
-`hotplug`, what the guest agent says in `guest_agent`.
+`hotplug`, what a NIC takes in `hotplug_nics`, what the guest agent says in `guest_agent`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -19,13 +20,14 @@ from chv.vmm.driver import (
     DiskConfig,
     DriverProbe,
     Launch,
+    NicConfig,
     PluggedDisk,
     ProbeGuest,
     VmmConfig,
     VmmObservation,
     VmmState,
 )
-from chv.vmm.qemu import guest_agent, hotplug, probe
+from chv.vmm.qemu import guest_agent, hotplug, hotplug_nics, probe
 from chv.vmm.qemu.qmp import Monitor, MonitorLost
 
 DISKS_S_MAX = 30.0
@@ -154,6 +156,25 @@ class QemuDriver:
         if disk_id in {disk.id for disk in await hotplug.disks(monitor)}:
             _require("remove disk", await _state(monitor), VmmState.RUNNING)
         await hotplug.remove(monitor, disk_id)
+
+    async def nics(self, runtime_dir: Path) -> tuple[str, ...]:
+        """Ask QEMU which NICs it has."""
+        return await hotplug_nics.nics(self._monitor(runtime_dir))
+
+    async def add_nic(self, runtime_dir: Path, nic: NicConfig, fds: Sequence[int]) -> None:
+        """Plug a NIC."""
+        await hotplug_nics.add(self._monitor(runtime_dir), nic, fds)
+
+    async def drop_nic(self, runtime_dir: Path, nic_id: str) -> None:
+        """Close what QEMU may hold of a tap that belongs to no device."""
+        await hotplug_nics.drop(self._monitor(runtime_dir), nic_id)
+
+    async def remove_nic(self, runtime_dir: Path, nic_id: str) -> None:
+        """Unplug a NIC, with the guest's help."""
+        monitor = self._monitor(runtime_dir)
+        if nic_id in await hotplug_nics.nics(monitor):
+            _require("remove NIC", await _state(monitor), VmmState.RUNNING)
+        await hotplug_nics.remove(monitor, nic_id)
 
     async def ping_guest(self, runtime_dir: Path) -> None:
         """Ask the guest agent whether it is there."""

@@ -1,4 +1,4 @@
-"""Plugs and unplugs vhost-user disks of a running QEMU, by its monitor.
+"""Plugs and unplugs vhost-user disks of a running QEMU, by its monitor; ports for NICs as well.
 
 QEMU itself is asked what is there before each change, so that every function may be repeated
 after any interruption. Nothing is plugged whose back end is not connected: QEMU's only thread
@@ -56,7 +56,7 @@ async def connected(monitor: Monitor, disk_ids: tuple[str, ...]) -> bool:
 
 async def disks(monitor: Monitor) -> tuple[PluggedDisk, ...]:
     """Return the vhost-user disks that are plugged."""
-    known = await _devices(monitor)
+    known = await devices(monitor)
     up = await chardevs(monitor)
     found = sorted(
         name.removeprefix(spec.DISK_PREFIX)
@@ -71,10 +71,10 @@ async def disks(monitor: Monitor) -> tuple[PluggedDisk, ...]:
 
 async def add(monitor: Monitor, disk: DiskConfig, version: tuple[int, int]) -> None:
     """Plug a disk into a free root port."""
-    known = await _devices(monitor)
+    known = await devices(monitor)
     if spec.disk_device(disk.id) in known:
         return
-    port = await _free_port(monitor, known)
+    port = await free_port(monitor, known)
     await _drop_chardev(monitor, disk.id)  # of an attempt that was cut short, perhaps elsewhere
     await monitor.tell("chardev-add", spec.disk_connection(disk, version))
     refusal: ChvError | None = None
@@ -90,22 +90,25 @@ async def add(monitor: Monitor, disk: DiskConfig, version: tuple[int, int]) -> N
 
 async def remove(monitor: Monitor, disk_id: str) -> None:
     """Ask the guest to let go of a disk and return once QEMU has."""
-    device = spec.disk_device(disk_id)
+    hint = "unmount it in the guest; one that still boots, or does no PCI hot-plug, cannot"
+    await let_go(monitor, spec.disk_device(disk_id), f"disk {disk_id}", hint)
+    await _drop_chardev(monitor, disk_id)
+
+
+async def let_go(monitor: Monitor, device: str, what: str, hint: str) -> None:
+    """Ask the guest to let go of a device until QEMU does not have it any more."""
     refusal: ChvError | None = None
     with anyio.move_on_after(REMOVE_S_MAX) as patience:
         asked_at = float("-inf")
-        while device in await _devices(monitor):
+        while device in await devices(monitor):
             if anyio.current_time() - asked_at > ASK_AGAIN_S:
                 asked_at = anyio.current_time()
                 refusal = await _ask_to_let_go(monitor, device)
             await anyio.sleep(POLL_S)
     if patience.cancelled_caught:
         raise DeadlineExceeded(
-            f"the guest has not let go of disk {disk_id} in {REMOVE_S_MAX:g} s",
-            field="disk_id",
-            hint="unmount it in the guest; one that still boots, or does no PCI hot-plug, cannot",
+            f"the guest has not let go of {what} in {REMOVE_S_MAX:g} s", hint=hint
         ) from refusal
-    await _drop_chardev(monitor, disk_id)
 
 
 async def _ask_to_let_go(monitor: Monitor, device: str) -> ChvError | None:
@@ -117,7 +120,7 @@ async def _ask_to_let_go(monitor: Monitor, device: str) -> ChvError | None:
     return None
 
 
-async def _devices(monitor: Monitor) -> dict[str, str]:
+async def devices(monitor: Monitor) -> dict[str, str]:
     """Return what was plugged under an id, and of which type it is."""
     answer: list[dict[str, Any]] = await monitor.ask("qom-list", {"path": PERIPHERAL})
     return {
@@ -127,17 +130,18 @@ async def _devices(monitor: Monitor) -> dict[str, str]:
     }
 
 
-async def _free_port(monitor: Monitor, known: dict[str, str]) -> str:
+async def free_port(monitor: Monitor, known: dict[str, str]) -> str:
+    """Return the first root port behind which nothing sits."""
     taken = set()
     for name, kind in known.items():
-        if kind == spec.VHOST_DEVICE:
+        if kind in (spec.VHOST_DEVICE, spec.NIC_DEVICE):
             place = {"path": f"{PERIPHERAL}/{name}", "property": "parent_bus"}
             bus: str = await monitor.ask("qom-get", place)
             taken.add(bus.rpartition("/")[2])
     free = [name for name, kind in known.items() if kind == "pcie-root-port" and name not in taken]
     if not free:
         raise ResourceExhausted(
-            "the VM has no free port for another disk", hint="a restart gives it new ones"
+            "the VM has no free port for another device", hint="a restart gives it new ones"
         )
     return min(free, key=lambda name: int(name.removeprefix(spec.PORT_PREFIX)))
 

@@ -81,6 +81,10 @@ class Monitor:
         """Run a command that changes something."""
         await self._call(command, arguments, MonitorLost, OutcomeUnknown)
 
+    async def give(self, name: str, fd: int) -> None:
+        """Hand QEMU a copy of a descriptor under a name; an earlier one of that name is closed."""
+        await self._call("getfd", {"fdname": name}, MonitorLost, OutcomeUnknown, fd)
+
     async def tell_until(self, command: str, event: str) -> None:
         """Run a command and return once QEMU announced `event` after it."""
         before = self._seen[event]
@@ -112,6 +116,7 @@ class Monitor:
         arguments: Mapping[str, object] | None,
         lost: type[ChvError],
         late: type[ChvError],
+        fd: int | None = None,
     ) -> Any:
         sent = False
         try:
@@ -119,6 +124,8 @@ class Monitor:
                 async with self._lock:
                     client = await self._connected()
                     sent = True
+                    if fd is not None:
+                        client.send_fd_scm(fd)  # QEMU keeps it for the next command
                     return await client.execute(command, arguments)
         except TimeoutError as error:
             kind = late if sent else DeadlineExceeded

@@ -192,19 +192,17 @@ async def test_what_is_fixed_at_creation_does_not_change() -> None:
 
 
 @simulated
-async def test_nics_change_only_while_the_vm_is_stopped_and_disks_at_once() -> None:
+async def test_disks_and_nics_go_at_once_and_a_start_is_without_them() -> None:
     async with open_bench() as bench:
         reply = await bench.apply(*everything())
         await bench.final(reply.results[-1].operation_id)
-        error = await refused(bench, FailedPrecondition, vm(interfaces=[]))
-        assert error.field == "spec.interfaces"
-        assert "chv stop web" in error.hint
         process = bench.process()
-        reply = await bench.apply(vm(disks=[]))
+        reply = await bench.apply(vm(disks=[], interfaces=[]))
         await bench.final(reply.results[0].operation_id)
         assert process is not None
         assert bench.process() is process
-        assert process.disks == {}
+        assert (process.disks, process.nics) == ({}, set())
+        assert not bench.machine.host.nwd.nics
         await bench.final((await bench.act("stop", force=True)).id)
         reply = await bench.apply(vm(disks=[], interfaces=[], runStrategy="Always"))
         await bench.final(reply.results[0].operation_id)

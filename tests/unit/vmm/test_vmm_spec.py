@@ -14,6 +14,8 @@ from chv.vmm.spec import (
     PORTS_SPARE,
     disk_arguments,
     disk_connection,
+    nic_arguments,
+    nic_connection,
     qemu_launch,
 )
 
@@ -133,6 +135,30 @@ def test_each_nic_gets_a_descriptor_number_of_its_own() -> None:
     made = qemu_launch(config, binary="qemu", version=(7, 2))
     assert made.nic_fds == {"net0": (10,), "net1": (11,)}
     assert "tap,id=net-net1,fd=11,vhost=off" in made.argv
+
+
+def test_nics_on_ports_come_first_and_disks_behind_them() -> None:
+    nics = tuple(msgspec.structs.replace(NIC, id=f"net{n}", on_port=n > 0) for n in range(3))
+    argv = launch(disks=(ROOT,), nics=nics)
+    devices = [part for part in argv if part.startswith(("virtio-net-pci", "vhost-user-blk-pci"))]
+    assert [part.partition("bus=")[2].split(",")[0] for part in devices] == [
+        "port-2", "", "port-0", "port-1",
+    ]  # fmt: skip
+    assert sum(part.startswith("pcie-root-port") for part in argv) == 3 + PORTS_SPARE
+
+
+def test_a_nic_that_is_plugged_later_is_as_one_from_the_start() -> None:
+    connection, device = nic_connection(NIC), nic_arguments(NIC, "port-4")
+    assert connection == {"type": "tap", "id": "net-net0", "fd": "tap-net0-0", "vhost": False}
+    text = ",".join(f"{key}={value}" for key, value in device.items())
+    started = launch(nics=(msgspec.structs.replace(NIC, on_port=True),))
+    words = next(part for part in started if part.startswith("virtio-net-pci")).split(",")[1:]
+    assert set(text.split(",")) - set(words) == {"driver=virtio-net-pci", "bus=port-4"}
+    wide = msgspec.structs.replace(NIC, queues=2)
+    assert nic_connection(wide)["fds"] == "tap-net0-0:tap-net0-1"
+    assert (nic_arguments(wide, "p")["mq"], nic_arguments(wide, "p")["vectors"]) == (True, 6)
+    with pytest.raises(InvalidArgument):
+        nic_arguments(msgspec.structs.replace(NIC, mac="x,y"), "p")
 
 
 def test_a_nic_with_queues_takes_a_descriptor_for_each_and_the_next_nic_those_behind() -> None:
