@@ -90,7 +90,7 @@ def _objects(commands: Sub[argparse.ArgumentParser]) -> None:
         "--file",
         action="append",
         metavar="FILE",
-        help="delete what these manifests name, in reverse order",
+        help="delete what these manifests name, in reverse order; may be repeated",
     )
     delete.add_argument("--ignore-not-found", action="store_true")
     _namespace(delete)

@@ -134,7 +134,7 @@ def _targets(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
     if arguments.file and (arguments.kind or arguments.name):
         raise InvalidArgument("either -f or KIND NAME, not both")
     if arguments.file:
-        named = [_target(document) for document in manifests.load(arguments.file)]
+        named = dict.fromkeys(map(_target, manifests.load(arguments.file)))
         return sorted(named, key=lambda target: -APPLY_ORDER.index(target[0]))
     if not (arguments.kind and arguments.name):
         raise InvalidArgument("nothing to delete", hint="chv delete KIND NAME, or -f FILE")
