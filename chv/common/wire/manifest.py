@@ -191,7 +191,7 @@ def _friendly(tree: dict[str, Any], text: str) -> InvalidArgument:
         f"{shown(value)}: {_lowered(words)}",
         resource=_title(tree),
         field=path,
-        hint=_hint(path, value),
+        hint=_hint(path, value) or _as_text(schema, value),
     )
 
 
@@ -261,6 +261,13 @@ def _hint(path: str, value: object) -> str:
     if bare and path.startswith("metadata."):
         return f'write "{value}", in quotes'
     return ""
+
+
+def _as_text(schema: Mapping[str, Any], value: object) -> str:
+    """Say how a number is written where a text belongs."""
+    if schema.get("type") != "string" or isinstance(value, bool) or not isinstance(value, int):
+        return ""
+    return str(schema.get("description", f'write "{value}", in quotes'))
 
 
 def _join(path: str, name: str) -> str:

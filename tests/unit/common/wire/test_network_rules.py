@@ -254,6 +254,10 @@ def test_a_refusal_shows_how_it_is_written() -> None:
     assert "'100M'" in refusal
     assert "(bits a second: `100Mbit`)" in refusal
     assert "regex" not in refusal
+    bare = refused("SecurityGroup", {"ingress": [rule(ports=[80])]})
+    assert bare.hint == 'write "80", in quotes'
+    check = {"protocol": "TCP", "interval": 1}
+    assert "500ms, 30s" in str(refused("Exposure", exposure(healthCheck=check)))
 
 
 def test_one_address_on_two_interfaces_of_a_network_is_refused() -> None:
