@@ -25,6 +25,7 @@ from chv.common.wire.resources import (
     InterfaceBandwidth,
     InterfaceSpec,
     Network,
+    UplinkModeSpec,
     VirtualMachine,
 )
 from chv.vmm.driver import HOT_PLUG
@@ -55,6 +56,24 @@ def check_network_change(tables: Tables, before: StoredObject, after: Network) -
                 hint=f"chv stop {running[0].key[2]}, then apply again",
             )
     _check_public_kept(tables, before, old, new)
+    if new.spec.uplink is UplinkModeSpec.NONE is not old.spec.uplink:
+        _check_uplink_free(tables, before, new)
+
+
+def _check_uplink_free(tables: Tables, before: StoredObject, new: Network) -> None:
+    """Without an uplink nothing but addresses of the subnets can be exposed."""
+    for holder in referrers(tables, before.key):
+        if not isinstance(holder.resource, Exposure):
+            continue
+        for text in holder.resource.spec.addresses:
+            address = ipaddress.ip_address(text)
+            if not any(contains(subnet, address) for subnet in _subnets(new)):
+                raise InUse(
+                    f"by it {text} of {holder.title} is reached",
+                    resource=before.title,
+                    field="spec.uplink",
+                    hint=f"change or delete {holder.title} first",
+                )
 
 
 def _check_public_kept(tables: Tables, before: StoredObject, old: Network, new: Network) -> None:
