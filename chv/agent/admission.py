@@ -14,6 +14,7 @@ import msgspec
 from chv.agent.admission_rules import check_change, check_references, check_shared
 from chv.agent.context import Context
 from chv.agent.network.admission import check_exposed
+from chv.agent.network.apart import check_apart
 from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VmFacts
 from chv.agent.references import references, referrers
 from chv.agent.tables import Tables
@@ -71,6 +72,7 @@ def admit(context: Context, resources: list[Resource], requester: str, reason: s
         check_references(stored, future.find)
     check_shared(tables, future.after, future.find)
     check_exposed(tables, future.after, future.find)
+    check_apart(tables, future.after)
     return future.admitted(requester, reason)
 
 

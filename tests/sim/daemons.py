@@ -126,7 +126,7 @@ class SimNwd(SimPolicy):
                 params.vm_id,
                 params.network_id,
                 params.mac or f"52:54:00:00:{self._macs >> 8:02x}:{self._macs & 255:02x}",
-                params.address or f"10.9.{self._macs >> 8}.{self._macs & 255}",
+                params.address or f"10.9.{self._macs + 1 >> 8}.{self._macs + 1 & 255}",
                 params.hostname,
             )
             self.nics[params.nic_id] = known

@@ -267,7 +267,9 @@ def _as_text(schema: Mapping[str, Any], value: object) -> str:
     """Say how a number is written where a text belongs."""
     if schema.get("type") != "string" or isinstance(value, bool) or not isinstance(value, int):
         return ""
-    return str(schema.get("description", f'write "{value}", in quotes'))
+    if "description" in schema and not re.match(schema.get("pattern", ""), str(value)):
+        return str(schema["description"])
+    return f'write "{value}", in quotes'
 
 
 def _join(path: str, name: str) -> str:

@@ -31,19 +31,38 @@ UrlOrEmpty = Annotated[
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Mac = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}\Z")]
 Ipv4 = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}\Z", max_length=15)]
-Ipv4Cidr = Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}/\d{1,2}\Z", max_length=18)]
+Ipv4Cidr = Annotated[
+    str,
+    Meta(
+        pattern=r"^\d{1,3}(\.\d{1,3}){3}/\d{1,2}\Z",
+        max_length=18,
+        description="IPv4 subnet: 10.20.0.0/24",
+    ),
+]
 # Empty where nothing was given; `X | str` would hold the text to X's pattern all the same.
 NameOrEmpty = Annotated[str, Meta(max_length=63, pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?\Z")]
 Sha256OrEmpty = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 MacOrEmpty = Annotated[str, Meta(pattern=r"^([0-9a-f]{2}(:[0-9a-f]{2}){5})?\Z")]
 # Digits, colons and dots: what is an address is decided where it is parsed.
 Ip = Annotated[str, Meta(pattern=r"^[0-9a-f:.]{2,45}\Z")]
-Cidr = Annotated[str, Meta(pattern=r"^[0-9a-f:.]{2,45}/\d{1,3}\Z")]
+Cidr = Annotated[
+    str,
+    Meta(
+        pattern=r"^[0-9a-f:.]{2,45}/\d{1,3}\Z",
+        description="subnet: 10.20.0.0/24, one address: 10.20.0.7/32",
+    ),
+]
 Ipv6OrEmpty = Annotated[str, Meta(pattern=r"^([0-9a-f:.]{2,45})?\Z")]
 Ipv6CidrOrEmpty = Annotated[str, Meta(pattern=r"^([0-9a-f:.]{2,45}/\d{1,3})?\Z")]
 # Of records and search domains; `_` as in service names.
 DnsName = Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9_]([a-z0-9._-]*[a-z0-9])?\Z")]
-PortRange = Annotated[str, Meta(pattern=r"^[1-9]\d{0,4}(-[1-9]\d{0,4})?\Z")]
+PortRange = Annotated[
+    str,
+    Meta(
+        pattern=r"^[1-9]\d{0,4}(-[1-9]\d{0,4})?\Z",
+        description='port or range: "443", "8000-8080"',
+    ),
+]
 Ipv4OrEmpty = Annotated[str, Meta(pattern=r"^(\d{1,3}(\.\d{1,3}){3})?\Z", max_length=15)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 HostUid = Annotated[int, Meta(ge=0, le=2**32 - 2)]

@@ -398,6 +398,21 @@ async def test_one_port_of_an_address_is_exposed_once() -> None:
 
 
 @simulated
+async def test_a_guest_and_an_exposure_never_have_one_address() -> None:
+    async with open_bench() as bench:
+        await settled(bench, image(), network(), member("web"))
+        given = bench.get("VirtualMachine", "web").status.interfaces[0].address
+        error = await refused(bench, InUse, exposure("site", addresses=["192.0.2.7", given]))
+        assert error.field == "spec.addresses[1]"
+        assert "web" in error.message
+        free = ".".join([*given.split(".")[:3], "77"])
+        await settled(bench, exposure("site", addresses=[free]))
+        error = await refused(bench, InUse, member("other", address=free))
+        assert error.field == "spec.interfaces[0].address"
+        assert "site" in error.message
+
+
+@simulated
 async def test_what_nwd_refuses_fails_once_and_is_tried_again_when_its_network_changes() -> None:
     async with open_bench() as bench:
         await settled(bench, network())
