@@ -14,6 +14,7 @@ from chv.common.wire.resource_base import Condition, Duration, ObjectMeta, Struc
 from chv.common.wire.types import (
     API_VERSION,
     Cidr,
+    ConnectionsMax,
     DnsName,
     Ip,
     Ipv4,
@@ -130,7 +131,7 @@ class SecurityGroupRule(Struct, kw_only=True, frozen=True, omit_defaults=True):
     cidrs: Annotated[list[Cidr], Meta(max_length=256)] = []
     security_groups: Annotated[list[Name], Meta(max_length=256)] = []
     new_connections_per_second: Annotated[int, Meta(ge=0, le=10**6)] = 0
-    max_connections: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    max_connections: ConnectionsMax = 0
     log: bool = False
 
 

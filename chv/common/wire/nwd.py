@@ -16,6 +16,7 @@ from chv.common.wire.types import (
     CENSUS,
     HELLO,
     CallMeta,
+    ConnectionsMax,
     DnsName,
     Done,
     Empty,
@@ -189,7 +190,7 @@ class AttachVmNic(Message, frozen=True, kw_only=True):
     queues: Annotated[int, Meta(ge=1, le=QUEUES_MAX)] = 1
     security_groups: Annotated[list[Uid], Meta(max_length=GROUPS_OF_NIC_MAX)] = []
     shape: Shape = Shape()
-    connections_max: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    connections_max: ConnectionsMax = 0
     public_address: Ipv4OrEmpty = ""
     metadata: VmMetadata | None = None
 

@@ -15,6 +15,7 @@ from chv.common.rpc import Method
 from chv.common.wire.types import (
     CallMeta,
     Cidr,
+    ConnectionsMax,
     DnsName,
     Done,
     Empty,
@@ -75,7 +76,7 @@ class SecurityRule(Message, frozen=True, kw_only=True):
     cidrs: Annotated[list[Cidr], Meta(max_length=PEERS_MAX)] = []
     groups: Annotated[list[Uid], Meta(max_length=PEERS_MAX)] = []
     rate: Annotated[int, Meta(ge=0, le=10**6)] = 0
-    connections_max: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    connections_max: ConnectionsMax = 0
     log: bool = False
 
 

@@ -52,6 +52,7 @@ from chv.common.wire.resource_base import (
 from chv.common.wire.storage import VolumeClass
 from chv.common.wire.types import (
     API_VERSION,
+    ConnectionsMax,
     Ipv4OrEmpty,
     Ipv6OrEmpty,
     MacOrEmpty,
@@ -288,7 +289,7 @@ class InterfaceSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     security_groups: Annotated[list[Name], Meta(max_length=16)] = []
     queues: Annotated[int, Meta(ge=1, le=16)] = 1
     bandwidth: InterfaceBandwidth = InterfaceBandwidth()
-    max_connections: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    max_connections: ConnectionsMax = 0
     public_address: Ipv4OrEmpty = ""
 
 
