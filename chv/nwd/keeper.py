@@ -80,13 +80,17 @@ class Keeper:
             elif self.parts.is_due(row):
                 await self._settle(row, verb)
                 await self._afterwards(row, verb)
-        except BaseException as error:
+            self.problems.pop(network_id, None)
+            return
+        except (ChvError, OSError) as error:
+            problem = error
+        except BaseException:
             self._clean.discard(network_id)
-            if isinstance(error, ChvError | OSError):
-                self.problems[network_id] = str(error)
-                await self._enforce(row, verb)
             raise
-        self.problems.pop(network_id, None)
+        self._clean.discard(network_id)
+        self.problems[network_id] = str(problem)
+        await self._enforce(row, verb)
+        raise problem
 
     async def _enforce(self, row: Network, verb: str) -> None:
         """What holds up the rest must not leave a network open: its rules stand all the same."""

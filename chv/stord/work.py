@@ -280,13 +280,13 @@ class Work:
             return
         try:
             await self._open_monitor()
-        except Unavailable as error:
-            if await self._find_worker() is not None:
-                raise
-            log.warning("started_again", vm_id=self._vm_id, error=error, next="without disks")
-        else:
             self._started_with = frozenset(each.disk.volume_id for each in disks)
             return
+        except Unavailable as error:
+            problem = error
+        if await self._find_worker() is not None:
+            raise problem
+        log.warning("started_again", vm_id=self._vm_id, error=problem, next="without disks")
         # One of them would not open: the monitor has better words for it than a log.
         await self._start_with(())
 

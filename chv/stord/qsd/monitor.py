@@ -228,7 +228,8 @@ async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
     try:
         yield monitor
     finally:
-        await monitor.close()
+        with anyio.move_on_after(DISCONNECT_TIMEOUT_S, shield=True):
+            await monitor.close()
 
 
 async def connect(path: Path, uid: int) -> Monitor:
