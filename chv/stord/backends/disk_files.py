@@ -237,18 +237,21 @@ def remove_tree(path: Path) -> None:
 
 
 def inspect(disk: Path, home: Path, spec: VolumeBackend) -> Inspection:
-    """Look at the disk of a volume that is described in `home`."""
+    """Look at the disk of a volume that is described in `home`; it may go at any moment."""
     try:
-        status = disk.lstat()
-        home.lstat()  # made last: without it the volume was never whole
+        return _inspect(disk, home, spec)
     except FileNotFoundError as error:
         return Inspection(
             location=str(disk), state="missing", problem=f"{str(error.filename)!r} does not exist"
         )
-    try:
-        size_bytes = virtual_size_bytes(disk, spec.format, encrypted=spec.encryption is not None)
     except (DataLoss, InvalidArgument) as error:
         return Inspection(location=str(disk), state="broken", problem=error.message)
+
+
+def _inspect(disk: Path, home: Path, spec: VolumeBackend) -> Inspection:
+    status = disk.lstat()
+    home.lstat()  # made last: without it the volume was never whole
+    size_bytes = virtual_size_bytes(disk, spec.format, encrypted=spec.encryption is not None)
     if size_bytes < (described := described_bytes(home)):
         # A guest on a disk that was cut short would read zeros for its data, or worse.
         problem = f"{str(disk)!r} holds {size_bytes} bytes of the {described} that it had"
