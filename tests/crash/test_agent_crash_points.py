@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from chv.agent.vm.journal import FAILPOINTS
-from chv.host import devnode
 from tests.integration.live_node import LiveNode, live_node, need, wait_for
 
 pytestmark = [pytest.mark.root, need()]
@@ -91,17 +90,6 @@ def manifest(node: LiveNode) -> str:
     return str(Path(node.environment["MANIFESTS"]) / "vm.yaml")
 
 
-def restart(node: LiveNode, failpoints: str = "") -> None:
-    """Bring the agent up, armed; it may die of the failpoint before it is even ready."""
-    if devnode.agent_process(node.dev) is not None:
-        node.down()
-    node.cli("up", "--dir", str(node.directory), check=False, env={"CHV_FAILPOINTS": failpoints})
-
-
-def await_death(node: LiveNode) -> None:
-    wait_for(lambda: devnode.agent_process(node.dev) is None, 30, "the agent's death")
-
-
 def chosen(points: list[str]) -> list[str]:
     if LONG:
         return points
@@ -116,12 +104,12 @@ def test_no_step_is_left_out_of_create_and_delete() -> None:
 
 @pytest.mark.parametrize("point", chosen(CREATE_POINTS))
 def test_kill_in_create_converges_to_one_running_vm(node: LiveNode, point: str) -> None:
-    restart(node, f"{point}=1*kill")
+    node.restart(f"{point}=1*kill")
     node.cli("apply", "-f", manifest(node), check=False)
-    await_death(node)
+    node.await_agent_death()
     assert len(node.workers("vmm")) <= 1
     before = node.workers("vmm")
-    restart(node)
+    node.restart()
     wait_for(lambda: node.status("victim")["phase"] == "Running", 30, "a running VM")
     after = node.workers("vmm")
     assert len(after) == 1
@@ -132,13 +120,13 @@ def test_kill_in_create_converges_to_one_running_vm(node: LiveNode, point: str) 
 
 @pytest.mark.parametrize("point", chosen(DELETE_POINTS))
 def test_kill_in_delete_converges_to_nothing(node: LiveNode, point: str) -> None:
-    restart(node)
+    node.restart()
     node.cli("apply", "-f", manifest(node), "--wait")
     wait_for(lambda: node.status("victim")["phase"] == "Running", 30, "a running VM")
-    restart(node, f"{point}=1*kill")
+    node.restart(f"{point}=1*kill")
     node.cli("delete", "vm", "victim", "--no-wait", check=False)
-    await_death(node)
-    restart(node)
+    node.await_agent_death()
+    node.restart()
     wait_for(lambda: node.cli("get", "vm", "victim", check=False).returncode == 4, 30, "gone")
     node.cli("delete", "volume", "disk")
     assert_nothing_left(node)

@@ -13,9 +13,7 @@ import pytest
 
 from tests.crash.test_agent_crash_points import (
     assert_nothing_left,
-    await_death,
     manifest,
-    restart,
 )
 from tests.integration.live_node import LiveNode, live_node, need, wait_for
 
@@ -79,11 +77,11 @@ def chosen(points: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("point", chosen(CREATE_POINTS))
 def test_kill_in_create_converges_to_a_guest_that_answers(node: LiveNode, point: str) -> None:
-    restart(node, f"{point}=1*kill")
+    node.restart(f"{point}=1*kill")
     node.cli("apply", "-f", manifest(node), check=False)
-    await_death(node)
+    node.await_agent_death()
     before = node.workers("vmm")
-    restart(node)
+    node.restart()
     node.cli("wait", "vm/victim", "--for", "SSHReady", "--timeout", "120s")
     after = node.workers("vmm")
     assert len(after) == 1
@@ -95,12 +93,12 @@ def test_kill_in_create_converges_to_a_guest_that_answers(node: LiveNode, point:
 
 @pytest.mark.parametrize("point", chosen(DELETE_POINTS))
 def test_kill_in_delete_converges_to_nothing(node: LiveNode, point: str) -> None:
-    restart(node)
+    node.restart()
     node.cli("apply", "-f", manifest(node), "--wait")
-    restart(node, f"{point}=1*kill")
+    node.restart(f"{point}=1*kill")
     node.cli("delete", "vm", "victim", "--no-wait", check=False)
-    await_death(node)
-    restart(node)
+    node.await_agent_death()
+    node.restart()
     wait_for(lambda: node.cli("get", "vm", "victim", check=False).returncode == 4, 60, "gone")
     node.cli("delete", "volume", "disk")
     assert_nothing_left(node)

@@ -16,7 +16,6 @@ import pytest
 from chv.agent.network.exposures import FAILPOINTS as EXPOSURE_POINTS
 from chv.agent.network.groups import FAILPOINTS as GROUP_POINTS
 from chv.agent.network.reconciler import FAILPOINTS as NETWORK_POINTS
-from chv.host import devnode
 from tests.integration.live_node import LiveNode, live_node, need, wait_for
 
 pytestmark = [pytest.mark.root, need()]
@@ -57,17 +56,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
         yield running
 
 
-def restart(node: LiveNode, failpoints: str = "") -> None:
-    """Bring the agent up, armed; it may die of the failpoint before it is even ready."""
-    if devnode.agent_process(node.dev) is not None:
-        node.down()
-    node.cli("up", "--dir", str(node.directory), check=False, env={"CHV_FAILPOINTS": failpoints})
-
-
-def await_death(node: LiveNode) -> None:
-    wait_for(lambda: devnode.agent_process(node.dev) is None, 30, "the agent's death")
-
-
 def settled(node: LiveNode) -> bool:
     """An exposure without a healthy target is not Ready, yet it stands: its operation is over."""
     for kind, name in KINDS.items():
@@ -87,17 +75,17 @@ def test_kill_converges_to_what_was_asked_for(node: LiveNode, point: str) -> Non
     path = node.environment["MANIFEST"]
     deleting = ".delete." in point
     if deleting:
-        restart(node)
+        node.restart()
         node.cli("apply", "-f", path)
         wait_for(lambda: settled(node), 30, "everything made")
-    restart(node, f"{point}=1*kill")
+    node.restart(f"{point}=1*kill")
     if deleting:
         for kind in ("exposure", "sg", "network"):
             node.cli("delete", kind, KINDS[kind], "--no-wait", check=False)
     else:
         node.cli("apply", "-f", path, check=False)
-    await_death(node)
-    restart(node)
+    node.await_agent_death()
+    node.restart()
     if not deleting:
         wait_for(lambda: settled(node), 30, "everything made")
     wait_for(lambda: deleted(node), 30, "everything gone")

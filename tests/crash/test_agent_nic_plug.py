@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from chv.host import devnode
 from tests.helpers import taps_of
 from tests.integration.live_node import LiveNode, live_node, need, wait_for
 
@@ -68,12 +67,6 @@ def manifest(node: LiveNode, *interfaces: str) -> str:
     return str(path)
 
 
-def restart(node: LiveNode, failpoints: str = "") -> None:
-    if devnode.agent_process(node.dev) is not None:
-        node.down()
-    node.cli("up", "--dir", str(node.directory), check=False, env={"CHV_FAILPOINTS": failpoints})
-
-
 def taps(node: LiveNode) -> int:
     """Return how many descriptors of taps the VMM holds."""
     (pid,) = node.workers("vmm").values()
@@ -95,10 +88,10 @@ def test_kill_in_a_change_of_nics_converges(node: LiveNode, point: str) -> None:
     (before,) = node.workers("vmm").values()
     start, wanted = ([FIRST], [FIRST, SECOND]) if point in PLUG else ([FIRST, SECOND], [FIRST])
     node.cli("apply", "-f", manifest(node, *start), "--wait")
-    restart(node, f"agent.{point}=1*kill")
+    node.restart(f"agent.{point}=1*kill")
     node.cli("apply", "-f", manifest(node, *wanted), check=False)
-    wait_for(lambda: devnode.agent_process(node.dev) is None, 30, "the agent's death")
-    restart(node)
+    node.await_agent_death()
+    node.restart()
     names, fds = (["eth0", "eth1"], 3) if point in PLUG else (["eth0"], 1)
     wait_for(lambda: has(node, names, fds), 30, f"{names}")
     assert list(node.workers("vmm").values()) == [before], "the VMM was replaced"

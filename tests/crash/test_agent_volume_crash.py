@@ -18,7 +18,6 @@ import pytest
 
 from chv.agent.snapshot.reconciler import FAILPOINTS as SNAPSHOT_POINTS
 from chv.agent.volume.reconciler import FAILPOINTS as VOLUME_POINTS
-from chv.host import devnode
 from tests.integration.live_node import LiveNode, live_node, need, wait_for
 
 pytestmark = [pytest.mark.root, need("qemu-img")]
@@ -48,12 +47,6 @@ def node() -> Iterator[LiveNode]:
         path.write_text("\n".join(lines) + "\n")
         yield running
         running.up()
-
-
-def restart(node: LiveNode, failpoints: str = "") -> None:
-    if devnode.agent_process(node.dev) is not None:
-        node.down()
-    node.cli("up", "--dir", str(node.directory), check=False, env={"CHV_FAILPOINTS": failpoints})
 
 
 def apply(node: LiveNode, pool: str) -> None:
@@ -113,15 +106,15 @@ def test_kill_at_an_effect_converges_and_leaves_nothing(node: LiveNode, point: s
     _, kind, what, _ = point.split(".")
     if (kind, what) == ("snapshot", "delete"):
         what = "drop"
-    restart(node)
+    node.restart()
     if what != "open":
         apply(node, "")
     if what == "drop":
         node.cli("snapshot", "create", "snap", "--volume", "disk")
-    restart(node, f"{point}=1*kill")
+    node.restart(f"{point}=1*kill")
     ask(node, what)
-    wait_for(lambda: devnode.agent_process(node.dev) is None, 30, "the agent's death")
-    restart(node)
+    node.await_agent_death()
+    node.restart()
     wait_for(lambda: finished(node, what), 40, f"the end of {what}")
     if what == "take":
         assert len(status(node, "volume", "disk").get("snapshots", [])) == 1

@@ -204,18 +204,23 @@ def scene_of(node: Node) -> Scene:
     return Scene(node, IDS.uid(), IDS.uid(), IDS.uid())
 
 
-async def points_of(node: Node, verb: str) -> list[str]:
-    """Return the failpoints that a verb passes, in order, each once."""
-    before, act = VERBS[verb]
+async def passed(node: Node, before: Act, act: Act, clear: Act) -> list[str]:
+    """Return the failpoints that `act` passes, in order, each once."""
     scene = scene_of(node)
     await node.start()
     await before(scene)
     node.points.write_text("")
     await act(scene)
-    passed = dict.fromkeys(node.points.read_text().split())
+    names = list(dict.fromkeys(node.points.read_text().split()))
     await clear(scene)
     await node.end()
-    return [name for name in passed if name.startswith(f"nwd.{verb.split()[0]}.")]
+    return names
+
+
+async def points_of(node: Node, verb: str) -> list[str]:
+    """Return those that belong to a verb."""
+    names = await passed(node, *VERBS[verb], clear)
+    return [name for name in names if name.startswith(f"nwd.{verb.split()[0]}.")]
 
 
 async def clear(scene: Scene) -> None:
@@ -276,15 +281,8 @@ async def test_a_kill_at_each_step_converges_and_leaks_nothing(verb: str) -> Non
 
 async def policy_points(node: Node, name: str) -> list[str]:
     before, act, verb, _ = POLICY_VERBS[name]
-    scene = scene_of(node)
-    await node.start()
-    await before(scene)
-    node.points.write_text("")
-    await act(scene)
-    passed = dict.fromkeys(node.points.read_text().split())
-    await clear_policy(scene)
-    await node.end()
-    return [point for point in passed if point.startswith(f"nwd.{verb}.")]
+    names = await passed(node, before, act, clear_policy)
+    return [point for point in names if point.startswith(f"nwd.{verb}.")]
 
 
 async def clear_policy(scene: Scene) -> None:

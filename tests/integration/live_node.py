@@ -78,6 +78,16 @@ class LiveNode:
     def down(self, *arguments: str) -> None:
         self.cli("down", "--dir", str(self.directory), *arguments)
 
+    def restart(self, failpoints: str = "") -> None:
+        """Bring the agent up, armed; it may die of the failpoint before it is even ready."""
+        if devnode.agent_process(self.dev) is not None:
+            self.down()
+        env = {"CHV_FAILPOINTS": failpoints}
+        self.cli("up", "--dir", str(self.directory), check=False, env=env)
+
+    def await_agent_death(self) -> None:
+        wait_for(lambda: devnode.agent_process(self.dev) is None, 30, "the agent's death")
+
     def get(self, kind: str, name: str, namespace: str = "default") -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
             self.cli("get", kind, name, "-n", namespace, "-o", "json").stdout
