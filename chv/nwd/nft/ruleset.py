@@ -130,19 +130,7 @@ class Nft:
 
     async def list_numbered(self, path: str, command: str) -> str:
         """Return what `list ...` prints with handles and without the elements of sets."""
-        return await anyio.to_thread.run_sync(self._list_numbered, path, command)
-
-    def _list_numbered(self, path: str, command: str) -> str:
-        with self._lock:
-            nft = self._context(path).nft
-            nft.set_handle_output(True)
-            nft.set_terse_output(True)
-            try:
-                code, output, _ = nft.cmd(command)
-            finally:
-                nft.set_handle_output(False)
-                nft.set_terse_output(False)
-        return "" if code else str(output)
+        return await anyio.to_thread.run_sync(partial(self._list, path, command, numbered=True))
 
     def forget(self, path: str) -> None:
         """Drop the context of a namespace that is about to go."""
@@ -178,16 +166,26 @@ class Nft:
             self._command(path, self._context(path), text)
 
     def _list(
-        self, path: str, command: str, *, as_json: bool = False, stateless: bool = True
+        self,
+        path: str,
+        command: str,
+        *,
+        as_json: bool = False,
+        stateless: bool = True,
+        numbered: bool = False,
     ) -> str:
         with self._lock:
             nft = self._context(path).nft
             nft.set_json_output(as_json)
             nft.set_stateless_output(stateless)
+            nft.set_handle_output(numbered)
+            nft.set_terse_output(numbered)
             try:
                 code, output, _ = nft.cmd(command)
             finally:
                 nft.set_json_output(False)
+                nft.set_handle_output(False)
+                nft.set_terse_output(False)
         return "" if code else str(output)
 
     def _command(self, path: str, context: _Context, text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import cast
 
@@ -224,12 +224,10 @@ def _names(answer: object, key: str) -> frozenset[str]:
 @asynccontextmanager
 async def open_monitor(path: Path, uid: int) -> AsyncIterator[Monitor]:
     """Connect to the monitor at `path` once it listens; a process of `uid` must own it."""
-    monitor = await connect(path, uid)
-    try:
+    async with AsyncExitStack() as stack:
+        monitor = await connect(path, uid)
+        stack.push_async_callback(monitor.close)
         yield monitor
-    finally:
-        with anyio.move_on_after(DISCONNECT_TIMEOUT_S, shield=True):
-            await monitor.close()
 
 
 async def connect(path: Path, uid: int) -> Monitor:
