@@ -176,7 +176,7 @@ def _report(output: bytes, path: Path, row: Volume) -> Report:
 def _read_through(path: Path, row: Volume, control: JobControl) -> Report:
     """Look whether a raw disk is whole and all of it readable."""
     encrypted = row.backend.encryption is not None
-    wanted = row.made_size_bytes or row.backend.size_bytes
+    wanted = row.size_bytes
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size_bytes = os.lseek(fd, 0, os.SEEK_END)

@@ -146,16 +146,15 @@ class OnlineMerge:
         """Tell whether the time has come to hold the guest: all is copied, or never will be."""
         row = self._row(control)
         if job.status == block_jobs.RUNNING:
-            size_bytes = row.made_size_bytes or row.backend.size_bytes
             written = row.change is not None and row.change.layer == row.top.number
-            return written and job.done >= PATIENCE * size_bytes
+            return written and job.done >= PATIENCE * row.size_bytes
         return job.status in (block_jobs.READY, block_jobs.PENDING)
 
     async def _leave(self, control: JobControl, monitor: Monitor, job: BlockJob) -> BlockJob | None:
         """Let the layer that is written be left as soon as everything of it is below."""
         row = self._row(control)
         if job.status != block_jobs.PENDING:
-            await hold(monitor, row.volume_id, row.made_size_bytes or row.backend.size_bytes)
+            await hold(monitor, row.volume_id, row.size_bytes)
             await failpoint("stord.merge.after_hold")
         found = await block_jobs.settled(
             monitor, job.name, END_WAIT_S, block_jobs.READY, block_jobs.PENDING

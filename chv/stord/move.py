@@ -196,7 +196,7 @@ class Moves:
             keys=await read_keys(self._parts.layout, row.volume_id, disk.keys),
             volume_id=row.volume_id,
         )
-        control.total_bytes = row.made_size_bytes or row.backend.size_bytes
+        control.total_bytes = row.size_bytes
         copying = partial(
             self._parts.tools.convert, graph.chain(disk), target, call, control.percent
         )

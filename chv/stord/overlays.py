@@ -65,7 +65,7 @@ class Overlays:
     async def size_bytes(self, row: Volume) -> int:
         """Return the size that the top layer has; what was asked for where that is not known."""
         found = await self._disks.inspect(row.volume_id)
-        return found.size_bytes or row.made_size_bytes or row.backend.size_bytes
+        return found.size_bytes or row.size_bytes
 
     def sweep(self) -> list[str]:
         """Remove files that no record explains; at start only, when every change is settled."""

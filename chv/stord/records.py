@@ -124,6 +124,11 @@ class Volume(msgspec.Struct, frozen=True, kw_only=True):
     new_key_added: bool = False
 
     @property
+    def size_bytes(self) -> int:
+        """What the guest has: what was made, which a growth that waits will change."""
+        return self.made_size_bytes or self.backend.size_bytes
+
+    @property
     def key(self) -> str:
         """Name of the key that opens every layer; empty: the volume is not encrypted."""
         if self.old_key and not self.new_key_added:
