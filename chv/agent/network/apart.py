@@ -20,6 +20,8 @@ def check_apart(tables: Tables, after: dict[str, StoredObject]) -> None:
     for stored in _all(tables, after, "Exposure"):
         for place, field in _exposed(stored):
             exposed.setdefault(place, (stored, field))
+    if not exposed:
+        return
     for vm in _all(tables, after, "VirtualMachine"):
         for place, field in _of_guest(vm):
             if place in exposed:

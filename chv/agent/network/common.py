@@ -15,6 +15,7 @@ from chv.agent.actors import Gone, Outcome, Waiting
 from chv.agent.cascade import finish_delete
 from chv.agent.conditions import condition, merge
 from chv.agent.records import StoredObject
+from chv.agent.references import holders
 from chv.agent.simple import SimpleReconciler
 from chv.common.errors import NotFound
 from chv.common.failpoint import failpoint
@@ -73,8 +74,13 @@ class NwdReconciler(SimpleReconciler):
             return
         await failpoint(f"agent.{self.name}.delete.after")
 
-    async def held_by(self, stored: StoredObject, status: NwdStatus, names: str) -> Outcome:
-        """It is to go, yet somebody still needs it."""
+    async def held(self, stored: StoredObject, status: NwdStatus, nics: int) -> Outcome | None:
+        """It is to go: wait while objects name it or NICs are in it; None: nobody needs it."""
+        names = ", ".join(each.title for each in holders(self._context.ledger.tables, stored.key))
+        if not names and nics:
+            names = f"{nics} NICs"
+        if not names:
+            return None
         await self.wait(f"waits until {names} lets go of it")
         await self.show(stored, status, condition("Ready", False, "Deleting", f"held by {names}"))
         return HELD

@@ -14,7 +14,6 @@ from chv.agent.network.policy import (
     wanted_group,
 )
 from chv.agent.records import StoredObject
-from chv.agent.references import holders
 from chv.common.wire import nwd_policy as policy
 from chv.common.wire.resources import SecurityGroupStatus
 from chv.common.wire.types import CallMeta
@@ -74,11 +73,10 @@ class GroupReconciler(PolicyReconciler):
         return Done()
 
     async def _delete(self, stored: StoredObject, seen: policy.SecurityGroupInfo | None) -> Outcome:
-        names = ", ".join(each.title for each in holders(self._context.ledger.tables, stored.key))
-        if not names and seen is not None and seen.members:
-            names = f"{seen.members} NICs"
-        if names:
-            return await self.held_by(stored, _status(stored, seen), names)
+        nics = seen.members if seen is not None else 0
+        held = await self.held(stored, _status(stored, seen), nics)
+        if held is not None:
+            return held
         if seen is not None:
             await self.drop(stored, deletion_generation(stored, seen), self._delete_call)
         return await self.finish()

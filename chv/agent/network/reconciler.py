@@ -8,7 +8,6 @@ from chv.agent.actors import Again, Done, Outcome, Waiting
 from chv.agent.conditions import condition
 from chv.agent.network.common import NwdReconciler, phase_of_seen
 from chv.agent.records import StoredObject
-from chv.agent.references import holders
 from chv.common.failpoint import failpoint
 from chv.common.wire import nwd
 from chv.common.wire.resources import L2ModeSpec, Network, NetworkStatus, UplinkModeSpec
@@ -77,11 +76,10 @@ class NetworkReconciler(NwdReconciler):
         await failpoint("agent.network.ensure.after")
 
     async def _delete(self, stored: StoredObject, seen: nwd.NetworkInfo | None) -> Outcome:
-        names = ", ".join(each.title for each in holders(self._context.ledger.tables, stored.key))
-        if not names and seen is not None and seen.nics:
-            names = f"{seen.nics} NICs"
-        if names:
-            return await self.held_by(stored, _status(stored, seen), names)
+        nics = seen.nics if seen is not None else 0
+        held = await self.held(stored, _status(stored, seen), nics)
+        if held is not None:
+            return held
         if seen is not None:
             generation = stored.resource.metadata.generation
             await self.drop(stored, generation, self._delete_call)
