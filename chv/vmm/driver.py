@@ -8,7 +8,7 @@ read, `OutcomeUnknown` where a command may or may not have been applied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -16,12 +16,28 @@ from typing import Protocol
 import msgspec
 
 # Drivers whose VMM takes up and lets go of disks and NICs while its guest runs.
-HOT_PLUG = frozenset({"qemu", "fake"})
+HOT_PLUG = frozenset({"qemu", "cloud-hypervisor", "fake"})
+
+# {device id: {counter: value}}; only what the VMM really counts.
+Counters = dict[str, dict[str, int]]
+
+
+class Feature(StrEnum):
+    """What not every VMM, or not every version of it, can do."""
+
+    GUEST_AGENT = "guest-agent"
+    RESIZE_CPUS = "resize-cpus"
+    RESIZE_MEMORY = "resize-memory"
+    SNAPSHOT = "snapshot"  # memory and device state to a directory, and back
+    MIGRATION = "migration"  # between two processes on one host
+    COUNTERS = "counters"
+    CORE_DUMP = "core-dump"
 
 
 class VmmState(StrEnum):
     """What the VMM itself says about the guest."""
 
+    EMPTY = "empty"  # VMM is up and has no VM yet: `create` is due
     CREATED = "created"  # VMM is up, vCPUs have never run in this boot
     RUNNING = "running"
     PAUSED = "paused"
@@ -42,10 +58,13 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluggedDisk(msgspec.Struct, frozen=True, kw_only=True):
-    """A vhost-user disk that the VMM has now, and whether it is connected to its back end."""
+    """A vhost-user disk that the VMM has now, and whether it is connected to its back end.
+
+    `connected` is None where the VMM cannot tell.
+    """
 
     id: str
-    connected: bool
+    connected: bool | None
 
 
 class NicConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +96,21 @@ class VmmConfig(msgspec.Struct, frozen=True, kw_only=True):
     nics: tuple[NicConfig, ...] = ()
     runtime_dir: str  # 0700, the VM's uid: sockets that the VMM makes
     uuid: str  # SMBIOS system UUID: the VM's uid
+    binary: str = ""  # the executable this VM was given; empty: the driver's own
+    machine: str = ""  # of QEMU: q35 (also where empty) | microvm
+    cpus_max: int = 0  # how far CPUs may grow while the VM runs; 0: they stay
+    memory_max_bytes: int = 0  # the same of memory
+    save_dir: str = ""  # the VMM's uid writes snapshots and dumps below it; empty: nowhere
+    restore_dir: str = ""  # a snapshot to start from: the VM comes up PAUSED
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a VM has now. What the guest has taken into use is not known to the VMM."""
+
+    cpus: int
+    cpus_max: int
+    memory_bytes: int
+    memory_max_bytes: int
 
 
 def nic_fds(nics: Sequence[NicConfig], first: int) -> dict[str, tuple[int, ...]]:
@@ -89,12 +123,19 @@ def nic_fds(nics: Sequence[NicConfig], first: int) -> dict[str, tuple[int, ...]]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start. `nic_fds`: descriptor numbers in the child for each NIC id, one a queue."""
+    """What to start. `nic_fds`: descriptor numbers in the child for each NIC id, one a queue.
+
+    `listeners` and `appended` are files that root makes before the start, 0600, and hands over by
+    descriptor number: a listening Unix socket, and a file that is only ever appended to.
+    """
 
     argv: tuple[str, ...]
     environment: dict[str, str] = {}
     nic_fds: dict[str, tuple[int, ...]] = {}
+    listeners: dict[int, str] = {}
+    appended: dict[int, str] = {}
     groups: tuple[int, ...] = ()  # supplementary groups (kvm), beyond the VM's own
+    private_kvm: bool = False  # /dev/kvm is root's alone here: it gets a node of its own
     # True only for a program that runs no guest and could not read its own code as the VM's uid.
     keep_root: bool = False
 
@@ -106,6 +147,7 @@ class VmmObservation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     evidence: str = ""
     version: str = ""
+    reboots: int | None = None  # by the guest itself in this process; None: not counted
 
 
 class DriverProbe(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +158,8 @@ class DriverProbe(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = ""
     version: str = ""
     reason: str = ""
+    binary: str = ""  # absolute path of what was probed
+    sha256: str = ""  # of that file
 
 
 class ProbeGuest(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +188,25 @@ class VmmDriver(Protocol):
         """Return what to start. Pure; raises Unsupported or InvalidArgument."""
         ...
 
+    def features(self) -> frozenset[Feature]:
+        """Return what the probed version can do; what is missing raises Unsupported."""
+        ...
+
+    def kept_files(self, runtime_dir: Path) -> tuple[Path, ...]:
+        """Return what lies outside of `runtime_dir` and goes when the VMM is gone."""
+        ...
+
+    async def create(
+        self, runtime_dir: Path, config: VmmConfig, nic_fds: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Make the VM in an EMPTY VMM: CREATED after it, PAUSED where it restores a snapshot.
+
+        `nic_fds`: the open taps of `config.nics`, which stay the caller's. Not EMPTY any more: no
+        effect, but what an attempt that was cut short left is made anew. A VMM that was given its
+        VM by `launch` is never EMPTY.
+        """
+        ...
+
     async def observe(self, runtime_dir: Path) -> VmmObservation:
         """Ask the monitor for the state."""
         ...
@@ -164,6 +227,13 @@ class VmmDriver(Protocol):
 
     async def pause(self, runtime_dir: Path) -> None:
         """Stop the vCPUs and read back that they stand."""
+        ...
+
+    async def halt(self, runtime_dir: Path) -> None:
+        """Let no vCPU run on, whatever its disks do: PAUSED, or CREATED where it is cut off.
+
+        For a guest that is to be reset anyway: a pause waits for disks that may never answer.
+        """
         ...
 
     async def resume(self, runtime_dir: Path) -> None:
@@ -223,6 +293,54 @@ class VmmDriver(Protocol):
 
     async def remove_nic(self, runtime_dir: Path, nic_id: str) -> None:
         """Unplug a NIC as `remove_disk` does a disk, and let go of its tap."""
+        ...
+
+    async def sizes(self, runtime_dir: Path) -> Sizes:
+        """Ask for the numbers of CPUs and bytes of memory, and how far they may go."""
+        ...
+
+    async def set_cpus(self, runtime_dir: Path, cpus: int) -> None:
+        """Give the VM that many CPUs, and read back. InvalidArgument beyond its maximum.
+
+        Fewer: returns once the guest has let go of them; DeadlineExceeded where it does not.
+        """
+        ...
+
+    async def set_memory(self, runtime_dir: Path, memory_bytes: int) -> None:
+        """Give the VM that much memory, and read back; as `set_cpus`."""
+        ...
+
+    async def snapshot(self, runtime_dir: Path, directory: Path) -> None:
+        """Write memory and devices of a paused VM to an empty directory; disks are not in it.
+
+        The VM stays PAUSED. On any error the directory's content is worthless.
+        """
+        ...
+
+    async def receive(
+        self,
+        runtime_dir: Path,
+        config: VmmConfig,
+        nic_fds: Mapping[str, Sequence[int]],
+        socket: Path,
+    ) -> None:
+        """Wait on a Unix socket for a VM of this host; returns when it is here."""
+        ...
+
+    async def send(self, runtime_dir: Path, socket: Path) -> None:
+        """Hand the running VM over; returns when it is there and this VMM has none any more."""
+        ...
+
+    async def counters(self, runtime_dir: Path) -> Counters:
+        """Return what the VMM counts of its devices."""
+        ...
+
+    async def core_dump(self, runtime_dir: Path, path: Path) -> None:
+        """Write the guest's memory as an ELF core to a file that does not exist yet."""
+        ...
+
+    async def nmi(self, runtime_dir: Path) -> None:
+        """Inject an NMI; success says nothing about the guest."""
         ...
 
     async def ping_guest(self, runtime_dir: Path) -> None:

@@ -31,6 +31,7 @@ from chv.vmm import fake_spec
 from chv.vmm.driver import (
     DiskConfig,
     DriverProbe,
+    Feature,
     Launch,
     NicConfig,
     PluggedDisk,
@@ -40,6 +41,7 @@ from chv.vmm.driver import (
 )
 from chv.vmm.fake_spec import Reply, Request
 from chv.vmm.fake_state import Behaviour, Fault
+from chv.vmm.limited import Limited
 
 CALL_S_MAX = 5.0
 DISKS_S_MAX = 30.0
@@ -54,7 +56,7 @@ class Lost(OutcomeUnknown):
     """The fake hung up between a command and its answer."""
 
 
-class FakeDriverBase(ABC):
+class FakeDriverBase(Limited, ABC):
     """The VmmDriver port in terms of one abstract `call`."""
 
     name = "fake"
@@ -76,6 +78,10 @@ class FakeDriverBase(ABC):
     def recall(self, result: DriverProbe) -> None:
         """Nothing depends on a probe."""
         del result
+
+    def features(self) -> frozenset[Feature]:
+        """Return what it can do."""
+        return frozenset({Feature.GUEST_AGENT})
 
     def launch(self, config: VmmConfig) -> Launch:
         """Return what to start."""
@@ -104,6 +110,10 @@ class FakeDriverBase(ABC):
     async def pause(self, runtime_dir: Path) -> None:
         """Stop the vCPUs."""
         await self._do(runtime_dir, Request(command="pause"))
+
+    async def halt(self, runtime_dir: Path) -> None:
+        """Stop the vCPUs, which waits for no disk."""
+        await self.pause(runtime_dir)
 
     async def resume(self, runtime_dir: Path) -> None:
         """Run a paused or reset VM."""

@@ -19,6 +19,7 @@ from chv.vmm import spec
 from chv.vmm.driver import (
     DiskConfig,
     DriverProbe,
+    Feature,
     Launch,
     NicConfig,
     PluggedDisk,
@@ -27,6 +28,7 @@ from chv.vmm.driver import (
     VmmObservation,
     VmmState,
 )
+from chv.vmm.limited import Limited
 from chv.vmm.qemu import guest_agent, hotplug, hotplug_nics, probe
 from chv.vmm.qemu.qmp import Monitor, MonitorLost
 
@@ -43,7 +45,7 @@ _STATES = {
 }
 
 
-class QemuDriver:
+class QemuDriver(Limited):
     """See `VmmDriver`. `kvm` is `auto` (by try-boot) or `off`."""
 
     name = "qemu"
@@ -63,6 +65,10 @@ class QemuDriver:
     def recall(self, result: DriverProbe) -> None:
         """Take over what an earlier probe on this host boot found."""
         self._version = probe.parse_version(result.version) or self._version
+
+    def features(self) -> frozenset[Feature]:
+        """Return what it can do."""
+        return frozenset({Feature.GUEST_AGENT})
 
     def launch(self, config: VmmConfig) -> Launch:
         """Return what to start."""
@@ -85,6 +91,10 @@ class QemuDriver:
     async def boot(self, runtime_dir: Path) -> None:
         """Let the vCPUs of a created VM run."""
         await self._run(runtime_dir, "boot", VmmState.CREATED)
+
+    async def halt(self, runtime_dir: Path) -> None:
+        """Stop the vCPUs, which waits for no disk."""
+        await self.pause(runtime_dir)
 
     async def resume(self, runtime_dir: Path) -> None:
         """Let vCPUs run that were paused, or that stand since a reset."""
