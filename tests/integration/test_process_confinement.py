@@ -8,10 +8,12 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from chv.common.errors import InvalidArgument, NotFound
 from chv.common.process import Access, PathAccess, landlock, landlock_abi, run
+from chv.common.process.child import start_child
 from chv.common.process.spec import Program, check
 from tests.leftovers import scratch
 
@@ -158,3 +160,44 @@ def test_contradictions_are_refused() -> None:
     rules = (PathAccess("/usr", Access.READ),)
     with pytest.raises(InvalidArgument, match="no_new_privs"):
         check(Program(argv=("true",), landlock=rules, no_new_privs=False))
+
+
+async def own_devices(text: str, *devices: str) -> str:
+    """Run a shell as the user with nodes of its own; return what it printed."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    with os.fdopen(reader) as output:
+        try:
+            child = await start_child(
+                Program(
+                    argv=("/bin/sh", "-c", text),
+                    uid=USER,
+                    gid=USER,
+                    fds={1: writer},
+                    own_devices=devices,
+                )
+            )
+        finally:
+            os.close(writer)
+        with anyio.fail_after(10):
+            await child.wait()
+        return output.read()
+
+
+async def test_a_device_that_is_roots_alone_gets_a_node_that_nobody_else_sees() -> None:
+    secret = Path("/dev") / f"chv-test-{os.getpid()}"
+    os.mknod(secret, 0o020600, os.makedev(1, 5))  # what /dev/zero is
+    try:
+        refused, _ = await shell(f"head -c 3 {secret}")
+        text = f"head -c 3 {secret} | wc -c; stat -c %a:%u:%g {secret}; cat /run/node"
+        counted, mode = (await own_devices(text, str(secret))).split()
+        after = secret.stat()
+    finally:
+        secret.unlink()
+    assert refused != 0
+    assert (counted, mode) == ("3", f"660:0:{USER}")
+    assert (after.st_mode & 0o777, after.st_gid) == (0o600, 0)
+
+
+async def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(NotFound, match="/dev/chv-nothing"):
+        await own_devices("true", "/dev/chv-nothing")

@@ -17,6 +17,7 @@ from typing import NoReturn
 from chv.common.process import landlock, syscalls
 
 EXIT_NOT_STARTED = 127
+NODE_SCRATCH = "/run"  # is there on every host; covered for a moment, in our namespace alone
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
@@ -45,6 +46,7 @@ class Launch:
     fd_floor: int
     netns_fd: int
     empty_netns: bool
+    own_devices: tuple[tuple[str, int], ...]  # path, device number
     landlock_fd: int
     cgroup_fd: int
     cgroup_procs_fd: int
@@ -114,6 +116,13 @@ def _netns(launch: Launch) -> None:
         syscalls.leave_network()
 
 
+def _devices(launch: Launch) -> None:
+    if launch.own_devices:
+        syscalls.leave_mounts()
+    for path, device in launch.own_devices:
+        syscalls.own_node(path, device, launch.gid, NODE_SCRATCH)
+
+
 def _limits(_: Launch) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -161,6 +170,7 @@ _STEPS: tuple[tuple[str, Callable[[Launch], None]], ...] = (
     ("cgroup", _cgroup),
     ("oom_score_adj", _oom),
     ("netns", _netns),
+    ("devices", _devices),
     ("limits", _limits),
     ("identity", _identity),
     ("no_new_privs", _privileges),

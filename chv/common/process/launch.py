@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 import anyio
@@ -96,11 +97,22 @@ def _open_all(
         fd_floor=floor,
         netns_fd=netns,
         empty_netns=program.empty_netns,
+        own_devices=tuple((path, _device(path)) for path in program.own_devices),
         landlock_fd=rules,
         cgroup_fd=leaf,
         cgroup_procs_fd=procs,
         dies_with_parent=dies_with_parent,
     )
+
+
+def _device(path: str) -> int:
+    try:
+        status = Path(path).stat()
+    except OSError as error:
+        raise NotFound(f"no device {path}: {error.strerror}", field="own_devices") from error
+    if not stat.S_ISCHR(status.st_mode):
+        raise FailedPrecondition(f"{path} is not a character device", field="own_devices")
+    return status.st_rdev
 
 
 def _own_ruleset(own: Callable[[int], int], program: Program) -> int:

@@ -38,6 +38,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     an empty `keep_capabilities` means: all that the spawner has; for others: none.
     `empty_netns`: a network namespace of its own with nothing in it. `landlock`: the only paths
     that it may open, where the kernel can hold it to that (`landlock.abi`); empty: not restricted.
+    `own_devices`: character devices that are root's alone, of which the program gets nodes of its
+    own group, in a mount namespace of its own; the host's nodes stay as they are.
     """
 
     argv: tuple[str, ...]
@@ -56,6 +58,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     oom_score_adj: int = 0
     empty_netns: bool = False
     landlock: tuple[PathAccess, ...] = ()
+    own_devices: tuple[str, ...] = ()
 
 
 class SpawnSpec(Program, frozen=True, kw_only=True):
@@ -157,6 +160,7 @@ def resolve(program: Program) -> str:
 _STAGES: dict[str, tuple[type[ChvError], str]] = {
     "netns": (FailedPrecondition, "the network namespace cannot be entered"),
     "landlock": (FailedPrecondition, "the allowed paths cannot be enforced"),
+    "devices": (FailedPrecondition, "no device nodes of its own can be made"),
     "cgroup": (FailedPrecondition, "the cgroup cannot be joined"),
     "directory": (FailedPrecondition, "the working directory cannot be entered"),
 }

@@ -11,9 +11,15 @@ import errno
 import fcntl
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS = 0x00020000
+_MS_BIND = 0x1000
+_MS_REC_PRIVATE = 0x4000 | 0x40000
+_MS_NOEXEC_NOSUID = 0x8 | 0x2
+_MNT_DETACH = 2
 _CLONE_INTO_CGROUP = 0x200000000
 
 _PR_SET_PDEATHSIG = 1
@@ -83,6 +89,10 @@ _setns = _libc.setns
 _setns.argtypes = [ctypes.c_int, ctypes.c_int]
 _unshare = _libc.unshare
 _unshare.argtypes = [ctypes.c_int]
+_mount = _libc.mount
+_mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
+_umount2 = _libc.umount2
+_umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 _capset = _libc.capset
 _capset.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 _syscall = _libc.syscall
@@ -145,6 +155,27 @@ def join_netns(fd: int) -> None:
 def leave_network() -> None:
     """Enter a new network namespace: no interface but a loopback that is down."""
     _checked(_unshare(CLONE_NEWNET))
+
+
+def leave_mounts() -> None:
+    """Enter a mount namespace of one's own, from which nothing reaches the others."""
+    _checked(_unshare(_CLONE_NEWNS))
+    _checked(_mount(b"none", b"/", None, _MS_REC_PRIVATE, None))
+
+
+def own_node(path: str, device: int, gid: int, scratch: str) -> None:
+    """Put a character device node of one's own, 0660 root:`gid`, over `path`.
+
+    For a mount namespace of one's own. The node lives in a file system that is mounted on the
+    directory `scratch` for a moment: /run and its like do not let devices be opened.
+    """
+    _checked(_mount(b"chv", os.fsencode(scratch), b"tmpfs", _MS_NOEXEC_NOSUID, b"mode=0700"))
+    node = f"{scratch}/node"
+    os.mknod(node, 0o020660, device)
+    os.chown(node, 0, gid)
+    Path(node).chmod(0o660)  # whatever the umask is
+    _checked(_mount(os.fsencode(node), os.fsencode(path), None, _MS_BIND, None))
+    _checked(_umount2(os.fsencode(scratch), _MNT_DETACH))
 
 
 def drop_bounding(keep: int) -> None:
