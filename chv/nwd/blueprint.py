@@ -14,15 +14,15 @@ from chv.common.layout import Layout
 from chv.common.wire.nwd import L2Mode, Topology, UplinkMode
 from chv.nwd import addresses, dnsmasq, metadata
 from chv.nwd import settings as kernel_settings
-from chv.nwd.dnsmasq import DnsName, DnsNetwork, DnsNic
+from chv.nwd.crowd import Crowd, alias
+from chv.nwd.dnsmasq import DnsName, DnsNetwork
 from chv.nwd.kept import Kept
 from chv.nwd.nft import rules
 from chv.nwd.nft.model import MASQUERADE, NetworkRules
 from chv.nwd.nft.text import Ruleset, digest
 from chv.nwd.plan import BRIDGE, UPLINK, VETH, DesiredNetwork
-from chv.nwd.policy import NOTHING, Policy, rules_of_nics
+from chv.nwd.policy import NOTHING, Policy
 from chv.nwd.records import Network, Nic
-from chv.nwd.shaping import shaping
 from chv.nwd.steps import WantedLink
 from chv.nwd.topology import routed
 
@@ -66,11 +66,6 @@ class Blueprint:
     host_sysctls: dict[str, str]
 
 
-def alias(layout: Layout, network_id: str, part: str) -> str:
-    """Return what a link of ours carries as its identity."""
-    return f"chv:1:{layout.instance}:{network_id}:{part}"
-
-
 def alias_prefix(layout: Layout) -> str:
     """Return what every link of this instance carries in front."""
     return f"chv:1:{layout.instance}:"
@@ -85,13 +80,13 @@ def draw(
 ) -> Blueprint:
     """Return the blueprint of a network with these NICs."""
     frame = _FRAMES.get(network.network_id, (layout, settings, network), _frame)
-    parts = _PARTS.get_each(((nic.nic_id, (layout, network, nic)) for nic in nics), _nic_parts)
-    ruleset = rules.render(network_rules(layout, settings, network, nics, policy))
-    files = dnsmasq.files([part.dns for part in parts], frame.dns)
+    crowd = _crowd(layout, settings, network, nics)
+    ruleset = rules.render(_rules(settings, network, (layout, crowd), policy))
+    files = crowd.files()
     desired = replace(
         frame.desired,
         bridge=_bridge(layout, network, policy.virtual),
-        taps=tuple(part.tap for part in parts),
+        taps=crowd.taps(),
         rules=ruleset.digest,
         files=dnsmasq.files_digest(files),
     )
@@ -105,11 +100,21 @@ def draw(
     )
 
 
+def _crowd(layout: Layout, settings: Settings, network: Network, nics: Sequence[Nic]) -> Crowd:
+    """Return the NICs of a network, brought up to date."""
+
+    def make(*_: object) -> Crowd:
+        return Crowd(layout, network, _dns_network(layout, settings, network))
+
+    crowd = _CROWDS.get(network.network_id, (layout, settings, network), make)
+    crowd.follow(nics)
+    return crowd
+
+
 @dataclass(frozen=True, slots=True)
 class _Frame:
     """What of a blueprint follows from the network alone; `desired` without the rest."""
 
-    dns: DnsNetwork
     configuration: str
     desired: DesiredNetwork
     sysctls: dict[str, str]
@@ -117,8 +122,7 @@ class _Frame:
 
 
 def _frame(layout: Layout, settings: Settings, network: Network) -> _Frame:
-    dns = _dns_network(layout, settings, network)
-    configuration = dnsmasq.configuration(dns)
+    configuration = dnsmasq.configuration(_dns_network(layout, settings, network))
     inner, host = _uplink(layout, settings, network)
     desired = DesiredNetwork(
         bridge=_bridge(layout, network, ()),
@@ -133,7 +137,6 @@ def _frame(layout: Layout, settings: Settings, network: Network) -> _Frame:
         configuration=digest(configuration),
     )
     return _Frame(
-        dns=dns,
         configuration=configuration,
         desired=desired,
         sysctls=inner_sysctls(network.topology),
@@ -141,22 +144,8 @@ def _frame(layout: Layout, settings: Settings, network: Network) -> _Frame:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _NicParts:
-    """What of a blueprint follows from one NIC."""
-
-    tap: WantedLink
-    dns: DnsNic
-
-
-def _nic_parts(layout: Layout, network: Network, nic: Nic) -> _NicParts:
-    return _NicParts(
-        _tap(layout, network, nic), DnsNic(nic.mac, nic.address, nic.hostname, nic.address6)
-    )
-
-
 _FRAMES: Kept[_Frame] = Kept()
-_PARTS: Kept[_NicParts] = Kept()
+_CROWDS: Kept[Crowd] = Kept()
 
 
 def inner_sysctls(topology: Topology) -> dict[str, str]:
@@ -263,26 +252,6 @@ def _host_routes(settings: Settings, network: Network) -> frozenset[tuple[str, s
     )
 
 
-def _tap(layout: Layout, network: Network, nic: Nic) -> WantedLink:
-    is_isolated = network.topology.l2 is L2Mode.ISOLATED
-    return WantedLink(
-        name=layout.tap(nic.nic_id),
-        kind="tun",
-        alias=alias(layout, network.network_id, f"nic:{nic.nic_id}"),
-        mtu=network.topology.mtu,
-        master=BRIDGE,
-        isolated=is_isolated,
-        owner_uid=nic.owner_uid,
-        proxied=nic.address6 if is_isolated and network.topology.subnet6 else "",
-        queues=nic.queues,
-        shaping=shaping(
-            nic.shape,
-            layout.ifb(nic.nic_id),
-            alias(layout, network.network_id, f"ifb:{nic.nic_id}"),
-        ),
-    )
-
-
 def network_rules(
     layout: Layout,
     settings: Settings,
@@ -291,6 +260,14 @@ def network_rules(
     policy: Policy = NOTHING,
 ) -> NetworkRules:
     """Return what the rules of a network are made from."""
+    crowd = _crowd(layout, settings, network, nics)
+    return _rules(settings, network, (layout, crowd), policy)
+
+
+def _rules(
+    settings: Settings, network: Network, of: tuple[Layout, Crowd], policy: Policy
+) -> NetworkRules:
+    layout, crowd = of
     topology = network.topology
     is_routed = topology.uplink is UplinkMode.ROUTED
     return NetworkRules(
@@ -306,7 +283,7 @@ def network_rules(
         source6="" if is_routed else MASQUERADE,
         metadata=topology.metadata,
         forwarders=forwarders(settings, network),
-        nics=rules_of_nics(layout, nics),
+        nics=crowd.rules(),
         groups=policy.groups,
         exposures=policy.exposures,
     )

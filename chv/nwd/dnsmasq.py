@@ -15,9 +15,9 @@ down, not to be read by dnsmasq again, but to tell who has to give an address ba
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Network
 from pathlib import Path
 
@@ -29,7 +29,6 @@ HOSTS, NAMES = "hosts", "names"
 LEASES = "leases"  # of the running process alone: a new one starts with none
 ENTERPRISE = 32473  # for examples (RFC 5612): only its own clients see a server's identity
 LOG = "dnsmasq.log"
-LINES_KEPT_MAX = 8192
 # A reverse zone ends at an octet: /12 takes 16 of them, the most there can be is 128.
 _OCTET_BITS = 8
 _NIBBLE_BITS = 4
@@ -65,9 +64,9 @@ class DnsName:
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class DnsNic:
-    """What dnsmasq needs to know of a NIC. Found in memory as the very same object."""
+    """What dnsmasq needs to know of a NIC."""
 
     mac: str
     address: str
@@ -146,29 +145,57 @@ def _ipv6_lines(network: DnsNetwork) -> list[str]:
     ]
 
 
-def hosts_file(nics: Sequence[DnsNic], lease_s: int) -> str:
-    """Return the fixed addresses. `id:*`: whatever client id a guest sends does not matter."""
-    return "".join(_host_line(nic, lease_s) for nic in _sorted(nics))
+class Texts:
+    """The two files of a network, of which a change of a NIC renders that one's lines alone."""
+
+    def __init__(self, network: DnsNetwork) -> None:
+        self._network = network
+        self._suffix = check_hostname(network.domain)
+        self._order: list[int] = []
+        self._hosts: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._static = _static_lines(network.names, self._suffix)
+
+    def put(self, nic: DnsNic) -> None:
+        """Add a NIC; its address is nobody else's."""
+        number = int(IPv4Address(nic.address))
+        host, name = _host_line(nic, self._network.lease_s), _name_lines(nic, self._suffix)
+        if number not in self._hosts:
+            insort(self._order, number)
+        self._hosts[number], self._names[number] = host, name
+
+    def drop(self, address: str) -> None:
+        """Remove the NIC that has this address."""
+        number = int(IPv4Address(address))
+        del self._hosts[number], self._names[number]
+        del self._order[bisect_left(self._order, number)]
+
+    def files(self) -> dict[str, str]:
+        """Return them by name: fixed addresses, and names in the format of /etc/hosts."""
+        return {
+            HOSTS: "".join(map(self._hosts.__getitem__, self._order)),
+            NAMES: "".join(map(self._names.__getitem__, self._order)) + self._static,
+        }
 
 
-def names_file(nics: Sequence[DnsNic], domain: str, names: Sequence[DnsName] = ()) -> str:
-    """Return addresses and names, in the format of /etc/hosts. The reverse follows from it."""
-    suffix = check_hostname(domain)
-    static = [_record_line(text, each.name, suffix) for each in names for text in each.addresses]
-    return "".join(_name_line(nic, suffix) for nic in _sorted(nics)) + "".join(sorted(static))
+def files(nics: Iterable[DnsNic], network: DnsNetwork) -> dict[str, str]:
+    """Return the two files by name."""
+    texts = Texts(network)
+    for nic in nics:
+        texts.put(nic)
+    return texts.files()
 
 
-# A change of one NIC renders all: what did not change comes from memory.
-@lru_cache(LINES_KEPT_MAX)
 def _host_line(nic: DnsNic, lease_s: int) -> str:
+    """Return the fixed address. `id:*`: whatever client id a guest sends does not matter."""
     address, name = str(IPv4Address(nic.address)), _label(nic.hostname)
     if nic.address6:
         address += f",[{check_address(nic.address6)}]"
     return f"{check_mac(nic.mac)},id:*,{address},{name},{lease_s}\n"
 
 
-@lru_cache(LINES_KEPT_MAX)
-def _name_line(nic: DnsNic, suffix: str) -> str:
+def _name_lines(nic: DnsNic, suffix: str) -> str:
+    """Return addresses and names; the reverse follows from it."""
     name = _label(nic.hostname)
     addresses = [str(IPv4Address(nic.address))]
     if nic.address6:
@@ -176,23 +203,15 @@ def _name_line(nic: DnsNic, suffix: str) -> str:
     return "".join(f"{address} {name}.{suffix} {name}\n" for address in addresses)
 
 
+def _static_lines(names: Iterable[DnsName], suffix: str) -> str:
+    lines = [_record_line(text, each.name, suffix) for each in names for text in each.addresses]
+    return "".join(sorted(lines))
+
+
 def _record_line(address: str, name: str, suffix: str) -> str:
     full = check_hostname(f"{name}.{suffix}")
     alias = "" if "." in name else f" {name}"
     return f"{check_address(address)} {full}{alias}\n"
-
-
-@lru_cache(LINES_KEPT_MAX)
-def _order(nic: DnsNic) -> int:
-    return int(IPv4Address(nic.address))
-
-
-def files(nics: Sequence[DnsNic], network: DnsNetwork) -> dict[str, str]:
-    """Return the two files by name."""
-    return {
-        HOSTS: hosts_file(nics, network.lease_s),
-        NAMES: names_file(nics, network.domain, network.names),
-    }
 
 
 def files_digest(texts: dict[str, str]) -> str:
@@ -230,7 +249,3 @@ def _label(hostname: str) -> str:
     if "." in hostname:
         raise ValueError(f"{hostname!r} is more than one label")
     return check_hostname(hostname)
-
-
-def _sorted(nics: Sequence[DnsNic]) -> list[DnsNic]:
-    return sorted(nics, key=_order)

@@ -28,8 +28,9 @@ from chv.common.failpoint import failpoint
 from chv.common.wire.nwd import L2Mode
 from chv.common.wire.nwd_policy import ExplainPath, IpProtocol, PathReply
 from chv.nwd import path_story, runfiles
-from chv.nwd.blueprint import alias, has_uplink
+from chv.nwd.blueprint import has_uplink
 from chv.nwd.capture import attached
+from chv.nwd.crowd import alias
 from chv.nwd.deciding import Groups
 from chv.nwd.keeper import Keeper
 from chv.nwd.kernel import (

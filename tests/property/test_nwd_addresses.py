@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +11,22 @@ from hypothesis import strategies as st
 from chv.common.errors import ChvError, InvalidArgument, ResourceExhausted
 from chv.nwd import dnsmasq
 from chv.nwd.addresses import allocate, check_subnet, mac_of
-from chv.nwd.dnsmasq import DnsNic
+from chv.nwd.dnsmasq import DnsNetwork, DnsNic
 from chv.nwd.nft import text
 
 SUBNET, GATEWAY = IPv4Network("10.0.0.0/28"), IPv4Address("10.0.0.1")
 CAPACITY = SUBNET.num_addresses - 3
+DNS = DnsNetwork(
+    directory=Path("/run/net"),
+    bridge="br0",
+    subnet="10.0.0.0/24",
+    gateway="10.0.0.1",
+    mtu=1450,
+    domain="net.test",
+    has_uplink=True,
+    forwarders=(),
+    lease_s=3600,
+)
 
 
 @given(st.lists(st.integers(0, 1000), max_size=80))
@@ -60,9 +72,10 @@ def test_no_text_becomes_an_element_or_a_line_but_what_is_valid(value: str) -> N
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_a_hosts_line_has_five_fields_whatever_the_name(mac: str, hostname: str) -> None:
     try:
-        line = dnsmasq.hosts_file([DnsNic(mac, "10.0.0.2", hostname)], 3600)
+        files = dnsmasq.files([DnsNic(mac, "10.0.0.2", hostname)], DNS)
     except (InvalidArgument, ValueError):
         return
+    line = files[dnsmasq.HOSTS]
     assert line.count("\n") == 1
     assert line.count(",") == 4
 

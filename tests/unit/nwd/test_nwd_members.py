@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chv.common.ids import Ids
-from chv.nwd.kept import Kept
+from chv.nwd.kept import Followed, Kept
 from chv.nwd.members import Members
 from chv.nwd.records import Nic
 
@@ -75,8 +75,22 @@ def test_what_is_kept_is_made_anew_when_a_source_changes() -> None:
     kept: Kept[str] = Kept()
     first = nic(1)
     other = msgspec.structs.replace(first, hostname="two")
-    assert kept.get_each([("a", (first,)), ("b", (other,))], make) == ["one", "two"]
-    assert kept.get_each([("a", (first,)), ("b", (other,))], make) == ["one", "two"]
+    assert [kept.get("a", (first,), make), kept.get("b", (other,), make)] == ["one", "two"]
+    assert [kept.get("a", (first,), make), kept.get("b", (other,), make)] == ["one", "two"]
     assert made == [first, other], "the second time nothing is made"
-    assert kept.get_each([("a", (other,))], make) == ["two"]
+    assert kept.get("a", (other,), make) == "two"
     assert kept.get("a", (first,), make) == "one"
+
+
+def test_what_is_followed_tells_what_went_and_what_came_in_order() -> None:
+    followed: Followed[Nic] = Followed()
+    rows = [nic(number) for number in range(1, 6)]
+    assert followed.follow(rows[:4]) == ([], [id(row) for row in rows[:4]])
+    assert followed.follow(rows[:4]) == ([], [])
+    went, came = followed.follow(rows[1:])
+    assert (went, came) == ([id(rows[0])], [id(rows[4])])
+    assert list(followed.sources.values()) == rows[1:]
+    alike = msgspec.structs.replace(rows[1])
+    went, came = followed.follow([alike])
+    assert set(went) == {id(row) for row in rows[1:]}, "one of the same content is another one"
+    assert came == [id(alike)]
