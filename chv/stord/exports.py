@@ -54,6 +54,10 @@ class RunDirectory:
         """Return where the proxy of a volume looks for the primed export."""
         return self.private / f"{short_uid(volume_id)}.live"
 
+    def bound(self, volume_id: str) -> Path:
+        """Return the name that the listener of a proxy was bound to, before it got its last."""
+        return self._moving(volume_id)
+
     def _moving(self, volume_id: str) -> Path:
         return self.path / f".{short_uid(volume_id)}"
 

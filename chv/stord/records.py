@@ -122,6 +122,8 @@ class Volume(msgspec.Struct, frozen=True, kw_only=True):
     # The key that is being replaced by that of `backend`, and whether that one opens every layer.
     old_key: str = ""
     new_key_added: bool = False
+    # While it is created: its bytes are somebody's device or server's, and may be written over.
+    begun: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -188,6 +190,9 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     last_loss: str = ""
     # Whether it sees the node's network: decided by the disks that the VM has at its start.
     network: bool = False
+    # The last restart that was asked for and came to its end: by which operation, and in words.
+    restart_id: str = ""
+    last_restart: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import anyio
 import anyio.to_thread
 
-from chv.common.errors import ChvError, InvalidArgument
+from chv.common.errors import ChvError
 from chv.common.process import run
 from chv.common.rpc import CallContext, Server
 from chv.common.wire import stord as wire
@@ -20,6 +20,7 @@ from chv.common.wire.types import (
     Empty,
     Feature,
 )
+from chv.stord.attaching import Attaching, Gates
 from chv.stord.backends.file import FileBackend
 from chv.stord.census import census
 from chv.stord.clones import Copies
@@ -32,6 +33,7 @@ from chv.stord.keeper import Keeper
 from chv.stord.locks import KeyedLocks
 from chv.stord.qsd import graph
 from chv.stord.reports import Reports
+from chv.stord.restarting import Restarting
 from chv.stord.sessions import Sessions, state_of
 from chv.stord.snapshot_service import SnapshotService
 from chv.stord.space import SpaceMonitor
@@ -40,8 +42,6 @@ from chv.stord.volumes import Volumes
 from chv.stord.work_service import WorkService
 
 VERSION_TIMEOUT_S = 5.0
-NOTE_TIMEOUT_S = 5.0
-ROOT_UID = 0
 
 
 class Service:
@@ -72,6 +72,10 @@ class Service:
         self._work = WorkService(keeper, self._locks, jobs, self._fills)
         self._runners |= self._work.runners()
         self._volumes.rekeys = self._work.rekeys
+        self._restarting = Restarting(keeper)
+        self._attaching = Attaching(
+            self._records, self._sessions, self._volumes, self._integrity, self._gates()
+        )
         keeper.settle = self._settle_vm
 
     def register(self, server: Server) -> None:
@@ -81,8 +85,10 @@ class Service:
         server.add(wire.CLOSE_VOLUME, self.close_volume)
         server.add(wire.DELETE_VOLUME, self.delete_volume)
         server.add(wire.ATTACH_VOLUME, self.attach)
+        server.add(wire.ATTACH_VOLUMES, self.attach_all)
         server.add(wire.DETACH_VOLUME, self.detach)
         server.add(wire.RECOVER_VM_BACKEND, self.recover)
+        server.add(wire.RESTART_VM_BACKEND, self.restart)
         server.add(wire.GET_VOLUME, self.get_volume)
         server.add(wire.GET_VOLUME_HEALTH, self.volume_health)
         server.add(wire.LIST_VOLUMES, self.list_volumes)
@@ -91,6 +97,13 @@ class Service:
         self._reports.register(server)
         self._snapshots.register(server)
         self._work.register(server)
+
+    def _gates(self) -> Gates:
+        return Gates(
+            lock=self._locks.hold,
+            before_attach=self._snapshots.before_attach,
+            refuse=self._work.refuse_attach,
+        )
 
     async def _settle_vm(self, vm_id: str) -> None:
         await self._snapshots.settle_vm(vm_id)
@@ -167,27 +180,11 @@ class Service:
     # --- attachments
     async def attach(self, request: wire.AttachVolumeToVm) -> wire.AttachmentInfo:
         """See the wire."""
-        if ROOT_UID in (request.storage_uid, request.vm_gid):
-            raise InvalidArgument(
-                "a storage daemon never runs as root",
-                field="storage_uid" if request.storage_uid == ROOT_UID else "vm_gid",
-                hint="give each VM ids of its own",
-            )
-        async with (
-            self._locks.hold(request.volume_id),
-            self._snapshots.before_attach(request.volume_id),
-        ):
-            await self._volumes.servable(request.volume_id, request.meta.generation)
-            self._work.refuse_attach(request.volume_id)
-            try:
-                if self._records.holder(request.volume_id) is None:
-                    await self._integrity.require(request.volume_id)
-                    await self._volumes.grow_pending(request.volume_id)
-                return await self._sessions.attach(request)
-            except ChvError as error:
-                with anyio.move_on_after(NOTE_TIMEOUT_S, shield=True):
-                    await self._volumes.note_error(request.volume_id, error)
-                raise
+        return await self._attaching.attach(request)
+
+    async def attach_all(self, request: wire.AttachVolumesToVm) -> wire.AttachVolumesReply:
+        """See the wire."""
+        return await self._attaching.attach_all(request)
 
     async def detach(self, request: wire.DetachVolumeFromVm) -> Done:
         """See the wire."""
@@ -199,6 +196,11 @@ class Service:
     async def recover(self, request: wire.RecoverVmBackend) -> wire.VmBackendInfo:
         """See the wire."""
         return await self._sessions.recover(request.vm_id)
+
+    async def restart(self, request: wire.RestartVmBackend) -> wire.VmBackendInfo:
+        """See the wire."""
+        await self._restarting.restart(request.vm_id, request.meta.operation_id)
+        return self._sessions.backend_info(request.vm_id)
 
     async def list_sessions(self, _request: Empty) -> wire.ListVolumeSessionsReply:
         """See the wire."""

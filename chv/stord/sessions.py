@@ -6,6 +6,8 @@ after it. A failed attach takes back what it recorded; a failed recovery leaves 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import anyio
 import msgspec
 
@@ -56,19 +58,31 @@ class Sessions:
 
     async def attach(self, request: AttachVolumeToVm) -> AttachmentInfo:
         """Serve the volume to the VM; the same answer where it is served already."""
-        async with self._keeper.locks.hold(request.vm_id):
-            new = await self._admit(request)
+        return (await self.attach_together([request], []))[0]
+
+    async def attach_together(
+        self, requests: Sequence[AttachVolumeToVm], foreseen: Sequence[AttachVolumeToVm]
+    ) -> list[AttachmentInfo]:
+        """Serve several volumes to one VM in one go, or none of them that was not served before.
+
+        `foreseen`: what the VM gets besides. An error need not say which of them has it.
+        """
+        vm_id = requests[0].vm_id
+        async with self._keeper.locks.hold(vm_id):
+            new = await self._admit_all(requests, foreseen)
             if new:
                 await failpoint("stord.attach.after_intent")
             try:
-                await self._keeper.converge(request.vm_id, "attach")
-                self._require_served(request)
+                await self._keeper.converge(vm_id, "attach")
+                for request in requests:
+                    self._require_served(request)
             except ChvError as error:
                 if new:
                     with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
-                        await self._undo_attach(request, error)
+                        await self._undo_attach(new, error)
                 raise
-            return self.attachment_info(self._records.attachments[request.volume_id, request.vm_id])
+            rows = [self._records.attachments[each.volume_id, vm_id] for each in requests]
+            return [self.attachment_info(row) for row in rows]
 
     async def detach(self, volume_id: str, vm_id: str) -> None:
         """Stop serving; fine when it is not attached."""
@@ -124,6 +138,8 @@ class Sessions:
             crash_class=self._keeper.crash_class(vm_id),
             losses=backend.losses,
             last_loss=backend.last_loss,
+            version=self._keeper.parts.monitors.versions.get(vm_id, ""),
+            last_restart=backend.last_restart,
             attachments=[self.attachment_info(row) for row in self._records.of_vm(vm_id)],
         )
 
@@ -140,14 +156,31 @@ class Sessions:
         )
 
     # --- inward; the VM's lock is held
-    async def _admit(self, request: AttachVolumeToVm) -> bool:
-        """Check the request against the records and record it; False: it was recorded before."""
+    async def _admit_all(
+        self, requests: Sequence[AttachVolumeToVm], foreseen: Sequence[AttachVolumeToVm]
+    ) -> list[Attachment]:
+        """Check against the records and record, all at once; return what was not there before."""
+        vm_id = requests[0].vm_id
+        backend = await self._backend_for([*requests, *foreseen])
+        new = [row for each in requests if (row := self._admitted(each, backend)) is not None]
+        if not new:
+            return []
+        there = [each for each in self._records.of_vm(vm_id) if each.wanted]
+        later = [_row(each) for each in foreseen]
+        proxied = self._keeper.takes_proxy(vm_id, [*there, *later, *new])
+        new = [msgspec.structs.replace(row, proxied=proxied) for row in new]
+        await self._records.put_vm(new, backend)
+        return new
+
+    def _admitted(self, request: AttachVolumeToVm, backend: Backend) -> Attachment | None:
+        """Return the new attachment, None where it is there already; raise where it may not be."""
         self._refuse_others(request)
-        backend = await self._backend_for(request)
+        _require_same(backend.storage_uid, request.storage_uid, "storage_uid", request)
+        _require_same(backend.vm_gid, request.vm_gid, "vm_gid", request)
         there = self._records.attachment(request.volume_id, request.vm_id)
         if there is not None and there.wanted:
             _require_same(there.read_only, request.read_only, "read_only", request)
-            return False
+            return None
         if backend.phase is BackendPhase.LOST:
             raise FailedPrecondition(
                 "the VM's storage daemon was lost",
@@ -157,14 +190,7 @@ class Sessions:
         if self._needs_network(request.volume_id):
             confinement.require_network(backend, f"volume {request.volume_id}")
         RunDirectory(self._layout, request.vm_id).check(request.volume_id, _ANY_INCARNATION)
-        row = Attachment(
-            volume_id=request.volume_id, vm_id=request.vm_id, read_only=request.read_only
-        )
-        others = [each for each in self._records.of_vm(request.vm_id) if each.wanted]
-        proxied = self._keeper.takes_proxy(request.vm_id, [*others, row])
-        row = msgspec.structs.replace(row, proxied=proxied)
-        await self._records.put_vm([row], backend)
-        return True
+        return _row(request)
 
     def _needs_network(self, volume_id: str) -> bool:
         return confinement.needs_network(self._records.volumes, volume_id)
@@ -187,35 +213,34 @@ class Sessions:
                     hint="detach it there first",
                 )
 
-    async def _backend_for(self, request: AttachVolumeToVm) -> Backend:
+    async def _backend_for(self, requests: Sequence[AttachVolumeToVm]) -> Backend:
+        request = requests[0]
         backend = self._records.backends.get(request.vm_id)
         if backend is not None and backend.phase is BackendPhase.ABSENT:
             await self._records.drop_backend(request.vm_id)
             backend = None
-        if backend is None:
-            return Backend(
-                vm_id=request.vm_id,
-                storage_uid=request.storage_uid,
-                vm_gid=request.vm_gid,
-                boot_id=self._keeper.parts.boot_id,
-                network=request.network or self._needs_network(request.volume_id),
-            )
-        _require_same(backend.storage_uid, request.storage_uid, "storage_uid", request)
-        _require_same(backend.vm_gid, request.vm_gid, "vm_gid", request)
-        return backend
+        return backend or Backend(
+            vm_id=request.vm_id,
+            storage_uid=request.storage_uid,
+            vm_gid=request.vm_gid,
+            boot_id=self._keeper.parts.boot_id,
+            network=request.network or any(self._needs_network(one.volume_id) for one in requests),
+        )
 
-    async def _undo_attach(self, request: AttachVolumeToVm, reason: ChvError) -> None:
+    async def _undo_attach(self, new: Sequence[Attachment], reason: ChvError) -> None:
         """Take back what a failed attach recorded; where that fails too, it is tried again."""
-        row = self._records.attachment(request.volume_id, request.vm_id)
-        if row is None:
+        vm_id = new[0].vm_id
+        rows = [self._records.attachment(row.volume_id, vm_id) for row in new]
+        unwanted = [msgspec.structs.replace(row, wanted=False) for row in rows if row is not None]
+        if not unwanted:
             return
-        await self._records.put_attachment(msgspec.structs.replace(row, wanted=False))
+        await self._records.put_vm(unwanted, None)
         if isinstance(reason, DeadlineExceeded):
             return  # it hangs: do not make the caller wait once more, the next pulse cleans up
         try:
-            await self._keeper.converge(request.vm_id, "undo")
+            await self._keeper.converge(vm_id, "undo")
         except ChvError as error:
-            log.warning("undo_failed", vm_id=request.vm_id, error=error, next="tried again")
+            log.warning("undo_failed", vm_id=vm_id, error=error, next="tried again")
 
     async def _restart(self, vm_id: str) -> None:
         rows = self._records.of_vm(vm_id)
@@ -266,6 +291,10 @@ def state_of(backend: Backend | None) -> BackendState:
 def _pid(backend: Backend) -> int:
     serving = backend.phase is BackendPhase.SERVING and backend.worker is not None
     return backend.worker.pid if serving and backend.worker is not None else 0
+
+
+def _row(request: AttachVolumeToVm) -> Attachment:
+    return Attachment(volume_id=request.volume_id, vm_id=request.vm_id, read_only=request.read_only)
 
 
 def _require_same(there: object, asked: object, field: str, request: AttachVolumeToVm) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 
 from chv.common.ids import Ids
@@ -35,12 +36,17 @@ needs_qsd = pytest.mark.skipif(
 )
 
 
-def qsd_major() -> int:
-    """Return the major version of this machine's storage daemon; 0 where there is none."""
+def qsd_version() -> str:
+    """Return the version of this machine's storage daemon; empty where there is none."""
     if (binary := shutil.which("qemu-storage-daemon")) is None:
-        return 0
+        return ""
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
-    return int(said.stdout.split()[2].partition(".")[0])
+    return said.stdout.split()[2]
+
+
+def qsd_major() -> int:
+    """Return its major version; 0 where there is none."""
+    return int(qsd_version().partition(".")[0] or 0)
 
 
 tells_new_sizes = pytest.mark.skipif(
@@ -204,6 +210,32 @@ class Node:
         )
         async with self.client() as client:
             return await client.call(wire.ATTACH_VOLUME, request)
+
+    async def attach_all(
+        self, volume_ids: list[str], vm_id: str, *, slot: int = 0, generation: int = 1
+    ) -> dict[str, wire.AttachOutcome]:
+        """Attach several in one call; return what became of each."""
+        request = wire.AttachVolumesToVm(
+            meta=meta(),
+            vm_id=vm_id,
+            storage_uid=self.layout.storage_uid(slot),
+            vm_gid=self.layout.vmm_uid(slot),
+            volumes=[
+                wire.VolumeToAttach(volume_id=each, generation=generation) for each in volume_ids
+            ],
+        )
+        async with self.client() as client:
+            reply = await client.call(wire.ATTACH_VOLUMES, request)
+        return {each.volume_id: each for each in reply.outcomes}
+
+    async def restart(self, vm_id: str, operation_id: str = "") -> wire.VmBackendInfo:
+        """Replace the storage daemon under the VM."""
+        call = meta()
+        if operation_id:
+            call = msgspec.structs.replace(call, operation_id=operation_id)
+        request = wire.RestartVmBackend(meta=call, vm_id=vm_id)
+        async with self.client() as client:
+            return await client.call(wire.RESTART_VM_BACKEND, request)
 
     async def detach(self, volume_id: str, vm_id: str, generation: int = 1) -> Done:
         request = wire.DetachVolumeFromVm(meta=meta(generation), volume_id=volume_id, vm_id=vm_id)

@@ -72,6 +72,9 @@ __all__ = [
 ]
 
 
+ATTACHED_MAX = 64  # volumes in one call
+
+
 class CrashClass(StrEnum):
     """What the loss of the storage daemon means for the VM."""
 
@@ -185,6 +188,43 @@ class AttachmentInfo(Reply, frozen=True, kw_only=True):
     proxy_pid: int = 0  # 0: no in-flight proxy
 
 
+class VolumeToAttach(Message, frozen=True, kw_only=True):
+    """One of the volumes that are attached together."""
+
+    volume_id: Uid
+    generation: Generation
+    read_only: bool = False
+
+
+class AttachVolumesToVm(Message, frozen=True, kw_only=True):
+    """Serve several volumes to one VM, as AttachVolumeToVm does each of them.
+
+    The storage daemon is started with all of them. What keeps one volume away is told as that
+    volume's error; the others are served all the same. Calling again is fine.
+    """
+
+    meta: CallMeta  # the generation is ignored: each volume has its own
+    vm_id: Uid
+    storage_uid: HostUid
+    vm_gid: HostUid
+    volumes: Annotated[list[VolumeToAttach], Meta(min_length=1, max_length=ATTACHED_MAX)]
+    network: bool = False  # as in AttachVolumeToVm, for volumes that are not named here
+
+
+class AttachOutcome(Reply, frozen=True, kw_only=True):
+    """What became of one volume: it is attached, or has an error."""
+
+    volume_id: str
+    attachment: AttachmentInfo | None = None
+    error: ErrorData | None = None
+
+
+class AttachVolumesReply(Reply, frozen=True, kw_only=True):
+    """One outcome per volume, in the order of the request."""
+
+    outcomes: list[AttachOutcome] = []
+
+
 class DetachVolumeFromVm(Message, frozen=True, kw_only=True):
     """Stop serving. The caller has made sure that the VMM is gone or has let go of the disk."""
 
@@ -204,6 +244,19 @@ class RecoverVmBackend(Message, frozen=True, kw_only=True):
     vm_id: Uid
 
 
+class RestartVmBackend(Message, frozen=True, kw_only=True):
+    """Replace the VM's storage daemon under its running guest, for instance by a newer QEMU.
+
+    Only where every disk has an in-flight proxy and nothing is held back in memory (`keep_vm`):
+    FAILED_PRECONDITION names the disks for which that is not so. Only call it while the vCPUs
+    run: a VMM whose vCPUs stand may never come back to its disks. Returns when every VMM that
+    was connected is connected again. The same `meta.operation_id` restarts once.
+    """
+
+    meta: CallMeta  # generation is ignored: the attachments keep theirs
+    vm_id: Uid
+
+
 class VmBackendInfo(Reply, frozen=True, kw_only=True):
     """The storage daemon of one VM."""
 
@@ -214,6 +267,8 @@ class VmBackendInfo(Reply, frozen=True, kw_only=True):
     crash_class: CrashClass = CrashClass.RESET_VM  # the worst of its attachments
     losses: int = 0  # storage daemons lost under this VM since its first attachment
     last_loss: ShortText = ""  # when, why, and what was done
+    version: str = ""  # of the storage daemon that runs; empty: it was not asked yet
+    last_restart: ShortText = ""  # the last one that was asked for: when, what followed what
     attachments: list[AttachmentInfo] = []
 
 
@@ -441,8 +496,10 @@ OPEN_VOLUME = Method("OpenVolume", OpenVolume, VolumeInfo, timeout_s=60.0)
 CLOSE_VOLUME = Method("CloseVolume", VolumeRef, Done)
 DELETE_VOLUME = Method("DeleteVolume", VolumeRef, Done, timeout_s=30.0)
 ATTACH_VOLUME = Method("AttachVolumeToVm", AttachVolumeToVm, AttachmentInfo)
+ATTACH_VOLUMES = Method("AttachVolumesToVm", AttachVolumesToVm, AttachVolumesReply, timeout_s=60.0)
 DETACH_VOLUME = Method("DetachVolumeFromVm", DetachVolumeFromVm, Done)
 RECOVER_VM_BACKEND = Method("RecoverVmBackend", RecoverVmBackend, VmBackendInfo)
+RESTART_VM_BACKEND = Method("RestartVmBackend", RestartVmBackend, VmBackendInfo, timeout_s=30.0)
 GET_VOLUME = Method("GetVolume", GetVolume, VolumeInfo, mutating=False)
 GET_VOLUME_HEALTH = Method("GetVolumeHealth", GetVolume, VolumeHealth, mutating=False)
 LIST_VOLUMES = Method("ListVolumes", Empty, ListVolumesReply, mutating=False)
@@ -473,8 +530,10 @@ METHODS = (
     CLOSE_VOLUME,
     DELETE_VOLUME,
     ATTACH_VOLUME,
+    ATTACH_VOLUMES,
     DETACH_VOLUME,
     RECOVER_VM_BACKEND,
+    RESTART_VM_BACKEND,
     GET_VOLUME,
     GET_VOLUME_HEALTH,
     LIST_VOLUMES,

@@ -91,6 +91,15 @@ class Monitor:
         """Tell whether the connection stands and every command was answered."""
         return self._unanswered == 0 and self._client.runstate is Runstate.RUNNING
 
+    @property
+    def version(self) -> str:
+        """The storage daemon's version, as it greeted; empty where it did not say."""
+        greeting = self._client.greeting
+        if greeting is None:
+            return ""
+        version = cast(dict[str, dict[str, int]], greeting.QMP.version)["qemu"]
+        return ".".join(str(version[part]) for part in ("major", "minor", "micro"))
+
     async def close(self) -> None:
         """Disconnect; never fails."""
         with anyio.move_on_after(DISCONNECT_TIMEOUT_S, shield=True):

@@ -25,6 +25,8 @@ class Monitors:
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
         self._users: Counter[str] = Counter()
+        # Of the storage daemon of each VM that was connected to last.
+        self.versions: dict[str, str] = {}
 
     async def take(self, vm_id: str, path: Path, uid: int) -> Monitor:
         """Return a connection; whoever gets one gives it back, whatever became of it."""
@@ -35,7 +37,9 @@ class Monitors:
                 return kept.monitor
             if kept is not None:
                 await kept.monitor.close()
-            return await connect(path, uid)
+            monitor = await connect(path, uid)
+            self.versions[vm_id] = monitor.version
+            return monitor
         except BaseException:
             self._leave(vm_id)
             raise
@@ -55,6 +59,7 @@ class Monitors:
 
     async def drop(self, vm_id: str) -> None:
         """Close what is kept for a VM: its storage daemon has ended, or is about to."""
+        self.versions.pop(vm_id, None)
         kept = self._kept.pop(vm_id, None)
         if kept is not None:
             await kept.monitor.close()
