@@ -79,6 +79,19 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def probe(session: nox.Session) -> None:
+    """Build the probe guest anew; its bytes are those in the tree where the compiler is the same."""
+    from chv.probe import recipe
+
+    package = Path("chv/probe").resolve()
+    for command in recipe.commands(
+        package / "guest", Path(session.create_tmp()), package / "probe.elf"
+    ):
+        session.run(*command, external=True, silent=True)
+    session.log(f"{(package / 'probe.elf').stat().st_size} bytes")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks: `nox -s bench -- --json FILE [--only AREA]`."""
     _python(
