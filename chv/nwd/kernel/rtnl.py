@@ -29,9 +29,24 @@ _NO_DAD = 0x02  # usable at once: nobody else can have an address that we give
 class Rtnl:
     """One task's access to the links of one namespace. Made by `open_rtnl`."""
 
-    def __init__(self, ipr: AsyncIPRoute, path: str) -> None:
-        self._ipr = ipr
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
         self._path = path
+        self._opened: AsyncIPRoute | None = None
+
+    @property
+    def _ipr(self) -> AsyncIPRoute:
+        """The library's view of the socket, which it takes over, and closes, only once it asks."""
+        if self._opened is None:
+            self._opened = AsyncIPRoute(fileno=self._fd)
+        return self._opened
+
+    def close(self) -> None:
+        """Close the socket, asked by it or not."""
+        if self._opened is None:
+            os.close(self._fd)
+        else:
+            self._opened.close()
 
     async def link(self, name: str) -> Link | None:
         """Return one link."""
@@ -131,15 +146,11 @@ async def open_rtnl(path: str = netns.OWN) -> AsyncIterator[Rtnl]:
 @asynccontextmanager
 async def adopt_socket(fd: int, path: str) -> AsyncIterator[Rtnl]:
     """Yield access through a socket from `open_socket`, closed afterwards."""
+    rtnl = Rtnl(fd, path)
     try:
-        ipr = AsyncIPRoute(fileno=fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    try:
-        yield Rtnl(ipr, path)
+        yield rtnl
     finally:
-        ipr.close()
+        rtnl.close()
 
 
 def open_socket() -> int:
