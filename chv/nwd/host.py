@@ -112,6 +112,12 @@ class Host:
             self._standing = exposed
             return changed
 
+    async def generation(self) -> int:
+        """Return the generation of the host's rules at which ours were right, 0 without any."""
+        async with self._lock:
+            notes = self._notes()
+            return notes.applied.generation if notes is not None else 0
+
     async def _load_wanted(self, wanted: Ruleset, uplinks: list[HostUplink]) -> bool:
         for _ in range(ATTEMPTS_MAX):
             if await self._is_right(wanted, present=bool(uplinks)):

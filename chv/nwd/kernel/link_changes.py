@@ -31,6 +31,7 @@ _ROUTE = struct.Struct("=8BI")  # rtmsg: family, lengths, tos, table, protocol, 
 _OUT, _GATEWAY = 4, 5
 _MAIN, _STATIC, _UNICAST = 254, 4, 1
 _UP = 1
+_MTU_MAX = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +86,24 @@ def delete(ask: socket.socket, link: Link) -> None:
 
 
 def add_bridge(ask: socket.socket, name: str, mac: str, mtu: int) -> None:
-    """Make a bridge with its MAC and MTU from the start: neither then follows a port."""
+    """Make a bridge with its MAC and MTU from the start: neither then follows a port.
+
+    An MTU counts as ours only where setting it changes it: a bridge would take 1500 again when its
+    last port goes.
+    """
+    other = mtu + 1 if mtu < _MTU_MAX else mtu - 1
     options = netlink.attribute(_STP_STATE, struct.pack("=I", 0))
     options += netlink.attribute(_FORWARD_DELAY, struct.pack("=I", 0))
     options += netlink.attribute(_SNOOPING, b"\0")
     kind = netlink.attribute(_INFO_KIND, b"bridge") + netlink.attribute(_INFO_DATA, options)
     body = _INFO.pack(0, 0, 0, 0, 0) + netlink.attribute(_IFNAME, name.encode() + b"\0")
     body += netlink.attribute(_ADDRESS, bytes.fromhex(mac.replace(":", "")))
-    body += netlink.attribute(_MTU, struct.pack("=I", mtu)) + netlink.attribute(_LINKINFO, kind)
+    body += netlink.attribute(_MTU, struct.pack("=I", other)) + netlink.attribute(_LINKINFO, kind)
+    mine = _INFO.pack(0, 0, 0, 0, 0) + netlink.attribute(_IFNAME, name.encode() + b"\0")
+    mine += netlink.attribute(_MTU, struct.pack("=I", mtu))
     with translated(f"making bridge {name}"):
         _tell(ask, _NEW_LINK, body, _CREATE | _EXCLUSIVE)
+        _tell(ask, _SET_LINK, mine)
 
 
 def add_address(ask: socket.socket, link: Link, cidr: str) -> None:

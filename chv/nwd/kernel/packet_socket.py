@@ -6,19 +6,16 @@ the kernel lets only the marked packet through, so that a busy host costs nothin
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import socket
-import struct
 from dataclasses import dataclass
 
-from chv.nwd.kernel import packets
+from chv.nwd.kernel import packets, socket_filter
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.netlink import RECEIVE_BUFFER_FORCE
 
 CAPTURE_BYTES = 8 << 20
 _ANY_PROTOCOL = 3
-_ATTACH_FILTER = 26
 _OUTGOING = 4
 _SNAP_BYTES = 128
 _DRAINED_MAX = 10_000
@@ -58,7 +55,7 @@ def open_sightings(mark: int, version: int) -> socket.socket:
         watcher = socket.socket(socket.AF_PACKET, kind, socket.htons(_ANY_PROTOCOL))
         try:
             watcher.setblocking(False)
-            _attach(watcher, _filter(mark, version))
+            socket_filter.attach(watcher, _filter(mark, version))
             _drain(watcher)  # what came before the filter
         except BaseException:
             watcher.close()
@@ -104,10 +101,3 @@ def _filter(mark: int, version: int) -> list[tuple[int, int, int, int]]:
         (_RETURN, 0, 0, _SNAP_BYTES),
         (_RETURN, 0, 0, 0),
     ]
-
-
-def _attach(watcher: socket.socket, program: list[tuple[int, int, int, int]]) -> None:
-    code = b"".join(struct.pack("=HBBI", *each) for each in program)
-    buffer = ctypes.create_string_buffer(code)
-    head = struct.pack("HP", len(program), ctypes.addressof(buffer))
-    watcher.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, head)

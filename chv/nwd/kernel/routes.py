@@ -52,13 +52,14 @@ def _read_family(asker: socket.socket, family: int, link: int) -> list[Route]:
         bodies = netlink.ask(asker, netlink.message(_RTM_GETROUTE, netlink.DUMP, body))
     except FileNotFoundError:  # a namespace that has had no route yet
         return []
-    routes = [_parse(each) for each in bodies]
+    routes = [parse(each) for each in bodies]
     return [route for route in routes if route is not None]
 
 
-def _parse(body: bytes) -> Route | None:
-    family, length, _, _, _, protocol, _, kind, _ = _BODY.unpack_from(body)
-    if kind != _UNICAST or family not in _ANY:
+def parse(body: bytes) -> Route | None:
+    """Return the unicast route of the main table that a message describes; None for others."""
+    family, length, _, _, table, protocol, _, kind, _ = _BODY.unpack_from(body)
+    if kind != _UNICAST or table != _MAIN or family not in _ANY:
         return None
     found = dict(netlink.attributes(body, _BODY.size))
     target = _text(family, found[_TARGET]) if _TARGET in found else _ANY[family]
