@@ -39,6 +39,7 @@ from chv.nwd.plan import BRIDGE, DnsState
 from chv.nwd.policy import takes_new
 from chv.nwd.records import Health, Network, Nic, Wanted
 from chv.nwd.steps import Step, step_name
+from chv.nwd.watching_kernel import KernelWatch
 
 log = logs.get(__name__)
 RESYNC_S = 15.0
@@ -64,6 +65,8 @@ class Keeper:
         self.locks = NetworkLocks()
         self.problems: dict[str, str] = {}
         self.metadata = MetadataServer(parts, tasks)
+        look_again = partial(self.converge, verb=RESYNC)
+        self.kernel = KernelWatch(parts, host, self.locks, self.clock, look_again)
         self._tasks = tasks
         self._clean: set[str] = set()
         self._watched: dict[str, str] = {}
@@ -187,6 +190,7 @@ class Keeper:
         else:
             raise Internal("the network does not settle", resource=row.network_id)
         await self.metadata.follow(row)
+        await self.kernel.follow(row)
         self._watch(row.network_id)
         self._clean.add(row.network_id)
         for nic in self.parts.records.nics_of(row.network_id):
@@ -223,6 +227,7 @@ class Keeper:
     async def _remove(self, row: Network) -> None:
         network_id = row.network_id
         await self.metadata.stop(network_id)
+        self.kernel.forget(network_id)
         for _ in range(PASSES_MAX):
             async with AsyncExitStack() as stack:
                 sockets = Sockets(stack, self.parts.netns_path(network_id))
@@ -302,6 +307,7 @@ class Keeper:
         for network_id in list(self.parts.records.networks):
             await self.try_converge(network_id)
         try:
+            await self.kernel.follow_host()
             await self.host.converge()
             await self.host.check()
         except Exception as error:  # noqa: BLE001  the firewall of the host's side
