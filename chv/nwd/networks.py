@@ -122,7 +122,9 @@ class Networks:
         problem = self._keeper.problems.get(row.network_id)
         if problem is not None:
             return "degraded", problem
-        return "ready", "; ".join(self._keeper.host.warnings) if has_uplink(row) else ""
+        warnings = self._keeper.host.warnings if has_uplink(row) else []
+        fight = self._keeper.kernel.fights(row.network_id)
+        return "ready", "; ".join([*([fight] if fight else []), *warnings])
 
     def _generation(self, network_id: str) -> int:
         row = self._records.networks.get(network_id)

@@ -168,7 +168,7 @@ class Service:
 
     async def _warnings(self) -> list[str]:
         try:
-            found = await self._keeper.host.check()
+            found = [*await self._keeper.host.check(), *self._keeper.kernel.warnings()]
             return [*found, *await stats.warnings(self._parts)]
         except ChvError as error:
             return [f"the host cannot be checked: {error}"]
