@@ -230,6 +230,8 @@ class Mutations:
             return False
         if request.verb is api.VmVerb.RESET:
             return before.facts is not None and bool(before.facts.reset_request)
+        if request.verb is api.VmVerb.RESTART_STORAGE:
+            return before.facts is not None and bool(before.facts.storage_request)
         facts, wanted = before.facts, after.facts
         assert facts is not None and wanted is not None
         forced = wanted.force_stop and not facts.force_stop

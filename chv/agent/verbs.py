@@ -1,8 +1,8 @@
 """The verbs on a VM: what each changes in spec and facts. Pure.
 
 `stop` sets runStrategy Halted and `start` the last other value; `restart` names the incarnation
-that has to go; `reset` asks for the button. Fails with FailedPrecondition where a verb makes no
-sense.
+that has to go; `reset` asks for the button, `restart_storage` for another storage daemon. Fails
+with FailedPrecondition where a verb makes no sense.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def acted(
         case VmVerb.RESTART:
             return _restart(stored, row, request)
         case VmVerb.RESET:
-            return _reset(stored, row, operation_id)
+            _refuse_not_running(stored, row, "be reset")
+            return _replace(stored, facts=_replace(facts_of(stored), reset_request=operation_id))
+        case VmVerb.RESTART_STORAGE:
+            return _restart_storage(stored, row, operation_id)
 
 
 def _start(stored: StoredObject) -> StoredObject:
@@ -55,6 +58,7 @@ def _stop(stored: StoredObject, request: ActOnVm) -> StoredObject:
         given_up="",
         replace_worker="",
         reset_request="",
+        storage_request="",
         force_stop=request.force,
         stop_reason=_words(request),
     )
@@ -67,18 +71,29 @@ def _restart(stored: StoredObject, row: WorkerRow | None, request: ActOnVm) -> S
         facts_of(started),
         replace_worker=row.worker_id if row is not None else "",
         reset_request="",
+        storage_request="",
         force_stop=request.force and row is not None,
         stop_reason=_words(request),
     )
     return _replace(started, facts=facts)
 
 
-def _reset(stored: StoredObject, row: WorkerRow | None, operation_id: str) -> StoredObject:
+def _restart_storage(
+    stored: StoredObject, row: WorkerRow | None, operation_id: str
+) -> StoredObject:
+    if not vm_of(stored).spec.disks:
+        raise FailedPrecondition(
+            "it has no volumes, so no storage daemon", resource=stored.title, field="spec.disks"
+        )
+    _refuse_not_running(stored, row, "have its storage daemon restarted: every start has a new one")
+    return _replace(stored, facts=_replace(facts_of(stored), storage_request=operation_id))
+
+
+def _refuse_not_running(stored: StoredObject, row: WorkerRow | None, what: str) -> None:
     if row is None or not row.booted or row.ending is not None:
         raise FailedPrecondition(
-            "it does not run, so it cannot be reset", resource=stored.title, hint="start it"
+            f"it does not run, so it cannot {what}", resource=stored.title, hint="start it"
         )
-    return _replace(stored, facts=_replace(facts_of(stored), reset_request=operation_id))
 
 
 def _with(stored: StoredObject, strategy: RunStrategy, facts: VmFacts) -> StoredObject:

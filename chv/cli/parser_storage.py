@@ -159,5 +159,14 @@ def _storage(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     storage = commands.add_parser("storage", help="The node's storage as a whole.")
     actions = storage.add_subparsers(metavar="ACTION", required=True)
     _output(add(actions, "status", "storage:status", "The storage daemon and all volumes."))
+    restart = add(
+        actions,
+        "restart",
+        "vm:act",
+        "Replace the storage daemon under a running VM, for instance after an upgrade of QEMU.",
+    )
+    restart.add_argument("name", metavar="vm")
+    _acting(restart, "1m")
+    restart.set_defaults(verb="restart_storage")
     _output(add(actions, "jobs", "storage:jobs", "Long work of the storage daemon."))
     _output(add(actions, "metrics", "storage:metrics", "What is counted, and what is not."))

@@ -86,12 +86,16 @@ class Attaching:
                     ready.append(each)
                 else:
                     outcomes[each.volume_id] = error
-            outcomes |= await self._serve(ready)
-            for volume_id, outcome in outcomes.items():
+            served = await self._serve(ready)
+            for volume_id, outcome in served.items():
                 if isinstance(outcome, ChvError):
-                    with anyio.move_on_after(NOTE_TIMEOUT_S, shield=True):
-                        await self._volumes.note_error(volume_id, outcome)
-        return outcomes
+                    await self._note(volume_id, outcome)
+        return outcomes | served
+
+    async def _note(self, volume_id: str, error: ChvError) -> None:
+        """Keep for the volume's health what it is not well with."""
+        with anyio.move_on_after(NOTE_TIMEOUT_S, shield=True):
+            await self._volumes.note_error(volume_id, error)
 
     async def _problem(
         self, request: wire.AttachVolumeToVm, held: AsyncExitStack
@@ -102,10 +106,14 @@ class Attaching:
             await held.enter_async_context(self._gates.before_attach(volume_id))
             await self._volumes.servable(volume_id, request.meta.generation)
             self._gates.refuse(volume_id)
+        except ChvError as error:
+            return error
+        try:
             if self._records.holder(volume_id) is None:
                 await self._integrity.require(volume_id)
                 await self._volumes.grow_pending(volume_id)
         except ChvError as error:
+            await self._note(volume_id, error)
             return error
         return None
 

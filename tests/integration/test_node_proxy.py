@@ -30,12 +30,17 @@ metadata: {name: data}
 spec: {format: raw, size: 256Mi, source: {image: tiny}}
 ---
 apiVersion: compute.chv.dev/v1alpha1
+kind: Volume
+metadata: {name: more}
+spec: {format: raw, size: 16Mi}
+---
+apiVersion: compute.chv.dev/v1alpha1
 kind: VirtualMachine
 metadata: {name: guest}
 spec:
   memory: 256Mi
   boot: {image: tiny}
-  disks: [{name: data, volume: data}]
+  disks: [{name: data, volume: data}, {name: more, volume: more}]
   interfaces: [{name: eth0, network: lan}]
 """
 WRITER = """
@@ -86,9 +91,9 @@ def test_raw_disk_of_a_vm_is_kept_through_deaths_of_its_workers_and_is_told(
     await_progress(node)
 
     for kind in ("qsd", "proxy"):
-        ((old, pid),) = node.workers(kind).items()
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda k=kind, o=old: set(node.workers(k)) - {o}, 20, f"another {kind}")  # type: ignore[misc]
+        old = node.workers(kind)
+        os.kill(next(iter(old.values())), signal.SIGKILL)
+        wait_for(lambda k=kind, o=set(old): set(node.workers(k)) - o, 20, f"another {kind}")  # type: ignore[misc]
         await_progress(node)
     node.kill("stord")
     ((old, pid),) = node.workers("qsd").items()
@@ -107,6 +112,25 @@ def test_raw_disk_of_a_vm_is_kept_through_deaths_of_its_workers_and_is_told(
     assert told["status"] == "False"
     assert "the VM kept" in told["message"]
     assert node.condition("guest", "VolumesReady")["status"] == "True"
+
+
+def test_storage_daemon_is_replaced_by_the_operators_word_and_the_guest_writes_on(
+    node: LiveNode,
+) -> None:
+    told, old = node.condition("guest", "StorageLost"), node.workers("qsd")
+    vmms, proxies = node.workers("vmm"), node.workers("proxy")
+    assert len(proxies) == 2
+
+    said = node.cli("storage", "restart", "guest").stderr
+
+    ((_name, pid),) = node.workers("qsd").items()
+    assert pid not in old.values()
+    assert f"(pid {pid}) follows" in said
+    assert "2 disks are connected again" in said
+    await_progress(node)
+    assert node.ssh("guest", "cat /tmp/bad", check=False).stdout == ""
+    assert (node.workers("vmm"), node.workers("proxy")) == (vmms, proxies)
+    assert node.condition("guest", "StorageLost") == told
 
 
 def test_nothing_of_the_proxy_is_left_when_the_vm_is_stopped(node: LiveNode) -> None:

@@ -93,7 +93,7 @@ async def test_one_volume_that_does_not_open_is_named_and_the_others_are_served(
 
 
 async def test_what_another_vm_has_and_what_is_stale_keeps_nothing_else_away(node: Node) -> None:
-    taken, missing, free = [*await volumes(node, "raw"), IDS.uid(), *await volumes(node, "raw")]
+    (taken, free), missing = await volumes(node, "raw", "raw"), IDS.uid()
     await node.attach(taken, IDS.uid(), slot=1)
 
     outcomes = await node.attach_all([taken, missing, free], IDS.uid())

@@ -102,6 +102,10 @@ class Model:
                 self.attached.add(uid)
                 self.pending.discard(uid)
                 self.serving = True
+            case s.AttachVolumesStep(volumes=volumes):
+                assert len(volumes) > 1
+                for each in volumes:
+                    self.apply(each, desired)
             case s.AttachNicStep(nic_id=nic_id):
                 nic = next(nic for nic in desired.nics if nic.nic_id == nic_id)
                 self.nics[nic_id] = m.ObservedNic(
@@ -180,6 +184,9 @@ class Model:
             case s.ResetStep():
                 self.stale = self.frozen = self.marked = False
                 self._put(recovering=False)
+            case s.RestartStorageStep():
+                assert self.worker.state is VmmState.RUNNING, "it may not come back to its disks"
+                assert not self.restarting
             case s.AddDiskStep(disk_id=disk_id, volume_uid=uid):
                 assert uid in self.attached
                 assert self.serving
@@ -350,6 +357,11 @@ class PlannerMachine(RuleBasedStateMachine):
             self.desired = replace(self.desired, reset_request="op")
 
     @rule()
+    def want_another_storage_daemon(self) -> None:
+        if self.desired.running:
+            self.desired = replace(self.desired, storage_request="op")
+
+    @rule()
     def delete(self) -> None:
         self.desired = replace(self.desired, running=False, deleting=True)
 
@@ -443,7 +455,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def _fulfilled(self) -> None:
         """Requests end with their fulfilment, as the applier does it."""
-        self.desired = replace(self.desired, reset_request="")
+        self.desired = replace(self.desired, reset_request="", storage_request="")
 
     @invariant()
     def the_plan_is_a_function(self) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from chv.common.errors import (
     Cancelled,
+    ChvError,
     Conflict,
     FailedPrecondition,
     Internal,
@@ -73,6 +74,7 @@ class SimSession:
     serving: bool = True
     restarting_until: float = 0.0
     losses: int = 0
+    restarts: list[str] = field(default_factory=list)  # operations that asked for one
     attachments: dict[str, bool] = field(default_factory=dict)  # volume id -> read only
 
 
@@ -95,6 +97,7 @@ class SimStord:
         self.jobs: dict[str, SimJob] = {}
         self.job_s: tuple[float, ...] = JOB_S
         self.mishaps = True  # some jobs fail
+        self.keeps_vms = True  # disks have in-flight proxies
         self.rotates = True  # a key is changed at once
         self.taken: set[str] = set()  # every snapshot that there ever was
         self.down_until = 0.0
@@ -226,6 +229,27 @@ class SimStord:
             volume.attached_to = params.vm_id
         return self._attachment(params.vm_id, params.volume_id)
 
+    def _AttachVolumesToVm(self, params: stord.AttachVolumesToVm) -> stord.AttachVolumesReply:
+        outcomes = []
+        for each in params.volumes:
+            one = stord.AttachVolumeToVm(
+                meta=_replace(params.meta, generation=each.generation),
+                volume_id=each.volume_id,
+                vm_id=params.vm_id,
+                storage_uid=params.storage_uid,
+                vm_gid=params.vm_gid,
+                read_only=each.read_only,
+                network=params.network,
+            )
+            try:
+                outcome = stord.AttachOutcome(
+                    volume_id=each.volume_id, attachment=self._AttachVolumeToVm(one)
+                )
+            except ChvError as error:
+                outcome = stord.AttachOutcome(volume_id=each.volume_id, error=error.data())
+            outcomes.append(outcome)
+        return stord.AttachVolumesReply(outcomes=outcomes)
+
     def _DetachVolumeFromVm(self, params: stord.DetachVolumeFromVm) -> Done:
         volume = self._volume(params.volume_id)
         if params.vm_id not in volume.holders:
@@ -240,6 +264,21 @@ class SimStord:
         if not session.attachments:
             del self.sessions[params.vm_id]
         return Done()
+
+    def _RestartVmBackend(self, params: stord.RestartVmBackend) -> stord.VmBackendInfo:
+        session = self.sessions.get(params.vm_id)
+        if session is None:
+            raise NotFound("no storage daemon")
+        if self._is_restarting(session):
+            raise Unavailable("it is just starting")
+        if not session.serving or not self.keeps_vms:
+            raise FailedPrecondition("it cannot be replaced under the guest")
+        if not self.vcpus_run(params.vm_id):
+            self.violate(f"I5: storage daemon of {params.vm_id} replaced while its vCPUs stand")
+        if params.meta.operation_id not in session.restarts:
+            session.restarts.append(params.meta.operation_id)
+            session.incarnation += 1
+        return self._session(params.vm_id)
 
     def _RecoverVmBackend(self, params: stord.RecoverVmBackend) -> stord.VmBackendInfo:
         session = self.sessions.get(params.vm_id)
@@ -482,6 +521,7 @@ class SimStord:
             vm_id=vm_id,
             backend=self._state(session),
             losses=session.losses,
+            last_restart=f"{session.incarnation} follows {session.incarnation - 1}",
             attachments=[self._attachment(vm_id, volume) for volume in session.attachments],
         )
 

@@ -28,11 +28,14 @@ from chv.agent.records import (
 from chv.agent.vm import model, plugging, steps
 from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
+from chv.agent.vm.disks import Asker, attach_all_request, raise_failures
+from chv.agent.vm.disks import attach_request as attach_volume_request
 from chv.agent.vm.ending import forget_worker
 from chv.agent.vm.journal import NAMES, title
 from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.nics import attach_request, hostname_of
 from chv.agent.vm.observe import Memory, Sight, observe
+from chv.agent.vm.restarting import restart_storage
 from chv.common.errors import Conflict, FailedPrecondition, NotFound
 from chv.common.failpoint import failpoint
 from chv.common.quantity import parse_duration_s
@@ -85,6 +88,10 @@ class Applier:
                 await self._prepare()
             case steps.AttachVolumeStep():
                 await self._attach_volume(step)
+            case steps.AttachVolumesStep(volumes=volumes):
+                await self._attach_volumes(volumes)
+            case steps.RestartStorageStep():
+                await restart_storage(self._context, self._uid, self._desired.storage_request)
             case steps.AttachNicStep(nic_id=nic_id):
                 await self._attach_nic(nic_id)
             case steps.EnsureSeedStep():
@@ -196,20 +203,34 @@ class Applier:
         await self._context.world.vmm.prepare(self._handle)
 
     async def _attach_volume(self, step: steps.AttachVolumeStep) -> None:
-        layout, slot = self._context.world.layout, facts_of(self._stored).slot
-        request = stord.AttachVolumeToVm(
-            meta=self._context.meta(self._operation_id, step.generation),
-            volume_id=step.volume_uid,
+        meta = self._context.meta(self._operation_id, step.generation)
+        request = attach_volume_request(self._asker, step, meta)
+        self._is_served(await self._context.stord.call(stord.ATTACH_VOLUME, request))
+
+    async def _attach_volumes(self, volumes: tuple[steps.AttachVolumeStep, ...]) -> None:
+        """What was attached stays so where another was not: the next pass asks for that alone."""
+        request = attach_all_request(
+            self._asker, volumes, self._context.meta(self._operation_id, 0)
+        )
+        outcomes = (await self._context.stord.call(stord.ATTACH_VOLUMES, request)).outcomes
+        for outcome in outcomes:
+            if outcome.attachment is not None:
+                self._is_served(outcome.attachment)
+        raise_failures(outcomes)
+
+    @property
+    def _asker(self) -> Asker:
+        return Asker(
             vm_id=self._uid,
-            storage_uid=layout.storage_uid(slot),
-            vm_gid=layout.vmm_uid(slot),
-            read_only=step.read_only,
+            slot=facts_of(self._stored).slot,
+            layout=self._context.world.layout,
             # The storage daemon starts with the first disk and must suit all of them.
             network=any(each.network for each in self._sight.volumes.values()),
         )
-        info = await self._context.stord.call(stord.ATTACH_VOLUME, request)
-        self._served[step.volume_uid] = info
-        self._context.wake(step.volume_uid)
+
+    def _is_served(self, info: stord.AttachmentInfo) -> None:
+        self._served[info.volume_id] = info
+        self._context.wake(info.volume_id)
 
     async def _attach_nic(self, nic_id: str) -> None:
         desired = desired_vm(self._context.ledger.tables, self._stored)

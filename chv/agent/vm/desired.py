@@ -75,6 +75,7 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
         replace_worker=facts.replace_worker,
         force_stop=facts.force_stop,
         reset_request=facts.reset_request,
+        storage_request=facts.storage_request,
         boot_image=vm.spec.boot.image,
         disks=_disks(tables, vm),
         nics=_nics(tables, vm, facts),
@@ -83,7 +84,7 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
 
 def same_wish(one: DesiredVm, other: DesiredVm) -> bool:
     """Compare but for requests, which are cleared when they are fulfilled."""
-    cleared = {"force_stop": False, "reset_request": ""}
+    cleared = {"force_stop": False, "reset_request": "", "storage_request": ""}
     return replace(one, **cleared) == replace(other, **cleared)  # type: ignore[arg-type]
 
 

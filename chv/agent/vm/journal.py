@@ -10,6 +10,7 @@ NAMES: dict[type[steps.Step], str] = {
     steps.SelectVmmStep: "select_vmm",
     steps.PrepareStep: "prepare",
     steps.AttachVolumeStep: "attach_volume",
+    steps.AttachVolumesStep: "attach_volumes",
     steps.AttachNicStep: "attach_nic",
     steps.EnsureSeedStep: "seed",
     steps.SpawnStep: "spawn",
@@ -20,6 +21,7 @@ NAMES: dict[type[steps.Step], str] = {
     steps.RecoverBackendStep: "recover_backend",
     steps.AwaitDisksStep: "await_disks",
     steps.ResetStep: "reset",
+    steps.RestartStorageStep: "restart_storage",
     steps.ResumeStep: "resume",
     steps.AddDiskStep: "add_disk",
     steps.RemoveDiskStep: "remove_disk",
@@ -56,6 +58,8 @@ def title(name: str, step: steps.Step) -> str:
     match step:
         case steps.AttachVolumeStep(volume_uid=uid) | steps.DetachVolumeStep(volume_uid=uid):
             return f"{name} {uid}"
+        case steps.AttachVolumesStep(volumes=volumes):
+            return f"{name} {' '.join(each.volume_uid for each in volumes)}"
         case steps.AttachNicStep(nic_id=uid) | steps.DetachNicStep(nic_id=uid):
             return f"{name} {uid}"
         case steps.AddNicStep(nic_id=uid) | steps.RemoveNicStep(nic_id=uid):

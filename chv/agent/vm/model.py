@@ -56,6 +56,7 @@ class DesiredVm:
     replace_worker: str = ""
     force_stop: bool = False
     reset_request: str = ""
+    storage_request: str = ""
     boot_image: str = ""
     disks: tuple[DesiredDisk, ...] = ()
     nics: tuple[DesiredNic, ...] = ()

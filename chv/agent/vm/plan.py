@@ -18,7 +18,13 @@ from chv.agent.vm.model import (
     ObservedVolume,
     ObservedWorker,
 )
-from chv.agent.vm.plan_disks import detach_volumes, missing_disks, replug, volume_problem
+from chv.agent.vm.plan_disks import (
+    detach_volumes,
+    missing_disks,
+    replug,
+    restart_storage,
+    volume_problem,
+)
 from chv.agent.vm.plan_nics import (
     attach_nics,
     change_nics,
@@ -179,6 +185,9 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         steps.append(ThawStep())
     steps += replug_nics(desired, observed, worker)
     steps += replug(desired, observed, worker)
+    if desired.storage_request and not _waits(steps):
+        # Last: by then the vCPUs run. A VMM whose vCPUs stand may not come back to its disks.
+        steps.append(restart_storage(observed))
     waits = nics_wait(desired, observed) if observed.network_known else None
     # A plan ends with the first thing that it waits for.
     return [*steps, waits] if waits is not None and not _waits(steps) else steps

@@ -18,9 +18,11 @@ from chv.agent.vm.model import (
 )
 from chv.agent.vm.steps import (
     AddDiskStep,
+    AttachVolumesStep,
     AttachVolumeStep,
     DetachVolumeStep,
     RemoveDiskStep,
+    RestartStorageStep,
     Step,
     WaitStep,
 )
@@ -33,12 +35,13 @@ def detach_volumes(volume_uids: Iterable[str]) -> list[Step]:
 
 
 def missing_disks(disks: Iterable[DesiredDisk], attached: frozenset[str]) -> list[Step]:
-    """Let stord serve those of these disks that it does not serve."""
-    return [
+    """Let stord serve those of these disks that it does not serve, all of them in one go."""
+    missing = tuple(
         AttachVolumeStep(disk.volume_uid, disk.generation, disk.read_only)
         for disk in disks
         if disk.volume_uid not in attached
-    ]
+    )
+    return [AttachVolumesStep(missing)] if len(missing) > 1 else [*missing]
 
 
 def volume_problem(vm_uid: str, disk: DesiredDisk, volume: ObservedVolume | None) -> str:
@@ -81,6 +84,17 @@ def replug(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         message = "the storage daemon is coming back"
         return [WaitStep("VolumesReady", "BackendRestarting", message, retry_s=1.0)]
     return steps + waits[:1]
+
+
+def restart_storage(observed: ObservedVm) -> Step:
+    """Let the storage daemon be replaced, when it is there."""
+    if not observed.storage_known:
+        message = "the storage daemon service does not answer"
+        return WaitStep("VolumesReady", "StorageUnavailable", message, retry_s=2.0)
+    if observed.backend is Backend.RESTARTING:
+        message = "the storage daemon is coming back"
+        return WaitStep("VolumesReady", "BackendRestarting", message, retry_s=1.0)
+    return RestartStorageStep()
 
 
 def _lets_go(disk: DesiredDisk, observed: ObservedVm) -> bool:

@@ -44,6 +44,13 @@ class AttachVolumeStep:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachVolumesStep:
+    """Let stord serve several volumes to this VM, all with one start of its storage daemon."""
+
+    volumes: tuple[AttachVolumeStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AttachNicStep:
     """Let nwd make or update the NIC."""
 
@@ -106,6 +113,11 @@ class StopStep:
 
     kind: EndKind
     ask: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestartStorageStep:
+    """Let stord replace the storage daemon under the running guest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +212,8 @@ Step = (
     | SelectVmmStep
     | PrepareStep
     | AttachVolumeStep
+    | AttachVolumesStep
+    | RestartStorageStep
     | AttachNicStep
     | EnsureSeedStep
     | SpawnStep

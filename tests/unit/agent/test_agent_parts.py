@@ -55,9 +55,17 @@ def test_a_crash_is_restarted_ever_slower_and_then_given_up(kind: EndKind) -> No
 
 
 def test_facts_after_an_end_hold_no_fulfilled_request() -> None:
-    facts = VmFacts(slot=0, replace_worker="w", reset_request="op", force_stop=True, started=True)
+    facts = VmFacts(
+        slot=0,
+        replace_worker="w",
+        reset_request="op",
+        storage_request="op",
+        force_stop=True,
+        started=True,
+    )
     after = facts_after(facts, Ending(kind=EndKind.RESTART, rung="term"), Follow.AS_WANTED, "now")
     assert (after.replace_worker, after.reset_request, after.force_stop) == ("", "", False)
+    assert after.storage_request == ""
     assert after.started
     assert after.restarts == 1
     assert after.last_stop == "now stopped for a restart by term"
