@@ -112,6 +112,18 @@ class Store:
             result = await self._runner(partial(self._write, function))
         return result  # noqa: RET504  a scope may swallow, says mypy: no return from inside
 
+    async def note(self, function: Callable[[Connection], T]) -> T:
+        """Run a function as one transaction that outlives this process, but waits for no disk.
+
+        A loss of power may undo it, never without undoing what was written after it: for what
+        says only how far things of this boot have come.
+        """
+        self._refuse_after_failure()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with anyio.CancelScope(shield=True):
+            result = await self._runner(partial(self._note, function))
+        return result  # noqa: RET504  a scope may swallow, says mypy: no return from inside
+
     def _refuse_after_failure(self) -> None:
         if self._failure is not None:
             raise DataLoss(
@@ -126,6 +138,14 @@ class Store:
                 return _detached(function(self._db))
             finally:
                 self._db.execute("PRAGMA query_only = OFF")
+
+    def _note(self, function: Callable[[Connection], T]) -> T:
+        """In the store's thread: the log is synced with the next write that lasts."""
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        try:
+            return self._write(function)
+        finally:
+            self._db.execute("PRAGMA synchronous = FULL")
 
     def _write(self, function: Callable[[Connection], T]) -> T:
         """In the store's thread: a full disk gives up the reserve and tries once more."""

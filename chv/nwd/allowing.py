@@ -17,7 +17,7 @@ from chv.nwd.nft.gateway import METADATA6
 from chv.nwd.nft.model import Exposed, NetworkRules, NicRules, Rule
 from chv.nwd.records import Footprint
 
-_NUMBERS = {
+NUMBERS = {
     IpProtocol.TCP: TCP,
     IpProtocol.UDP: UDP,
     IpProtocol.ICMP: ICMP,
@@ -85,7 +85,7 @@ class Judge:
 def _fits(rule: Rule, connection: Connection) -> bool:
     if rule.protocol is IpProtocol.ANY:
         return True
-    if _NUMBERS[rule.protocol] != connection.protocol:
+    if NUMBERS[rule.protocol] != connection.protocol:
         return False
     port = connection.server_port
     return not rule.ports or any(first <= port <= last for first, last in rule.ports)
@@ -152,7 +152,7 @@ def is_drained(connection: Connection, now: Exposed, drained: frozenset[str]) ->
     first, last = now.ports
     return (
         connection.is_translated
-        and _NUMBERS[now.protocol] == connection.protocol
+        and NUMBERS[now.protocol] == connection.protocol
         and connection.target in now.addresses
         and first <= connection.target_port <= last
         and connection.server in drained
@@ -161,7 +161,7 @@ def is_drained(connection: Connection, now: Exposed, drained: frozenset[str]) ->
 
 def _touches(connection: Connection, print_: Footprint, addresses: Iterable[str]) -> bool:
     return (
-        connection.protocol == _NUMBERS[print_.protocol]
+        connection.protocol == NUMBERS[print_.protocol]
         and connection.target in addresses
         and print_.first <= connection.target_port <= print_.last
     )

@@ -127,9 +127,7 @@ class Balancer:
         if check.protocol is HealthProtocol.NONE:
             return []
         watches = []
-        for nic in self._parts.nics_due(network.network_id):
-            if nic.nic_id not in exposure.targets:
-                continue
+        for nic in filter(None, map(self._parts.nic_due, exposure.targets)):
             address = policy.checked_address(exposure, nic)
             question = Question(
                 netns_path=self._parts.netns_path(network.network_id),

@@ -81,9 +81,9 @@ class Checks:
             taken[str(subnet.broadcast_address)] = "for broadcast"
         if text in taken:
             raise InvalidArgument(f"{text} is {taken[text]}", field=field)
-        for nic in self._records.nics_of(network.network_id):
-            if text in nic.addresses:
-                raise InUse(f"{text} belongs to NIC {nic.nic_id}", field=field, resource=nic.nic_id)
+        owner = self._records.members(network.network_id).owners.get(text)
+        if owner is not None:
+            raise InUse(f"{text} belongs to NIC {owner}", field=field, resource=owner)
         return False
 
     def _check_targets(self, exposure: Exposure) -> None:
@@ -137,8 +137,7 @@ def refuse_listened(
 ) -> None:
     """Raise where the node itself listens on what the exposure does not have yet."""
     first, last = exposure.port, exposure.port_end or exposure.port
-    known = old is not None and _has(old.exposure, exposure.protocol, first, last)
-    held = old.host_addresses if old is not None and known else []
+    held = _held(exposure, old)
     for text in host:
         port = next(
             (
@@ -154,6 +153,19 @@ def refuse_listened(
                 field="exposure.port",
                 hint="choose another port or address, or end what listens there (ss -lntup)",
             )
+
+
+def takes_more(exposure: Exposure, host: Iterable[str], old: ExposureRow | None) -> bool:
+    """Tell whether it asks for ports of the node that it does not have yet."""
+    return not set(host) <= set(_held(exposure, old))
+
+
+def _held(exposure: Exposure, old: ExposureRow | None) -> list[str]:
+    """Return the node's addresses of which it has these ports already."""
+    if old is None:
+        return []
+    first, last = exposure.port, exposure.port_end or exposure.port
+    return old.host_addresses if _has(old.exposure, exposure.protocol, first, last) else []
 
 
 def _has(exposure: Exposure, protocol: IpProtocol, first: int, last: int) -> bool:

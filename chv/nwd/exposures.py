@@ -31,9 +31,9 @@ from chv.common.wire.nwd_policy import (
     TargetInfo,
 )
 from chv.nwd import policy
-from chv.nwd.exposure_rules import Checks, refuse_listened
+from chv.nwd.exposure_rules import Checks, refuse_listened, takes_more
 from chv.nwd.keeper import Keeper
-from chv.nwd.kernel import listeners
+from chv.nwd.kernel import listeners, own_addresses
 from chv.nwd.networks import refuse_stale
 from chv.nwd.records import Drain, ExposureRow, Footprint, Health, Network, Wanted
 
@@ -64,7 +64,7 @@ class Exposures:
         async with self._keeper.locks.hold(network_id):
             network = self._due_network(network_id)
             await self._finish_removal(request)
-            node = await self._own_addresses()
+            node = await self._own_addresses(request.exposure, network)
             before = self._records.exposures.get(request.exposure.exposure_id)
             async with self._parts.registry:
                 await self._record(request, network, node)
@@ -130,7 +130,7 @@ class Exposures:
         if old is not None and old.generation == generation:
             return
         host_addresses = self._checks.check(exposure, network, node)
-        if host_addresses:
+        if takes_more(exposure, host_addresses, old):
             listening = await anyio.to_thread.run_sync(listeners.read)
             refuse_listened(exposure, host_addresses, old, listening)
         row = ExposureRow(
@@ -140,7 +140,7 @@ class Exposures:
             draining=self._draining(exposure, old),
             health=_kept_health(exposure, old),
         )
-        sweeps = self._sweeps(row, old, request.existing)
+        sweeps = self._sweeps(row, old, _ending(row, old, request.existing))
         await self._records.put_exposure(msgspec.structs.replace(row, sweeps=sweeps))
 
     def _refuse_change(self, exposure: Exposure, generation: int, old: ExposureRow | None) -> None:
@@ -172,10 +172,10 @@ class Exposures:
             return []
         known = {drain.nic_id: drain for drain in old.draining}
         end_s = self._keeper.clock.monotonic() + exposure.drain_s
-        nics = {nic.nic_id: nic for nic in self._parts.nics_due(exposure.network_id)}
         for nic_id in old.exposure.targets:
-            if nic_id in nics and nic_id not in exposure.targets:
-                addresses = list(nics[nic_id].addresses)
+            nic = self._parts.nic_due(nic_id)
+            if nic is not None and nic_id not in exposure.targets:
+                addresses = list(nic.addresses)
                 known[nic_id] = Drain(
                     nic_id=nic_id, addresses=addresses, boot_id=self._parts.boot_id, end_s=end_s
                 )
@@ -212,12 +212,18 @@ class Exposures:
             drop=existing is Existing.DROP,
         )
 
-    async def _own_addresses(self) -> frozenset[str]:
-        """Return the node's addresses, those that only we use left out."""
-        view = await self._keeper.host.view()
+    async def _own_addresses(self, exposure: Exposure, network: Network) -> frozenset[str]:
+        """Return which of its addresses are the node's, those that only we use left out."""
+        asked = [
+            text for text in exposure.addresses if text not in network.topology.public_addresses
+        ]
+        if all(map(own_addresses.is_here, asked)):
+            found = frozenset(asked)  # no need to list a host's thousand others
+        else:
+            view = await self._keeper.host.view()
+            found = frozenset(text.partition("/")[0] for text in view.addresses)
         settings = self._parts.settings
         pools = [ip_network(text) for text in (settings.uplink_pool, settings.uplink_pool6)]
-        found = {text.partition("/")[0] for text in view.addresses}
         return frozenset(
             text
             for text in found
@@ -303,3 +309,22 @@ def _kept_health(exposure: Exposure, old: ExposureRow | None) -> dict[str, Healt
     if old is None or exposure.health.protocol is not old.exposure.health.protocol:
         return {}
     return {uid: each for uid, each in old.health.items() if uid in exposure.targets}
+
+
+def _ending(row: ExposureRow, old: ExposureRow | None, existing: Existing) -> Existing:
+    """Return what becomes of connections: none ends by a change that takes in all that it did."""
+    return Existing.KEEP if old is not None and _takes_all_of(row, old) else existing
+
+
+def _takes_all_of(row: ExposureRow, old: ExposureRow) -> bool:
+    """Targets that are taken out are no matter of this: they drain."""
+    new, before = row.exposure, old.exposure
+    return (
+        new.protocol is before.protocol
+        and set(before.addresses) <= set(new.addresses)
+        and set(old.host_addresses) <= set(row.host_addresses)
+        and new.port <= before.port
+        and (before.port_end or before.port) <= (new.port_end or new.port)
+        and set(before.sources) <= set(new.sources)
+        and set(before.targets) <= set(new.targets)
+    )

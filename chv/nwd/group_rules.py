@@ -11,6 +11,7 @@ from chv.common.wire.nwd_policy import IpProtocol, SecurityGroup, SecurityRule
 from chv.nwd.policy import ports_of
 
 PORT_MAX = 65535
+COMPARED_MAX = 16  # rules that are not the same; more of them count as narrower
 _WITH_PORTS = (IpProtocol.TCP, IpProtocol.UDP)
 _VERSIONS = {IpProtocol.ICMP: 4, IpProtocol.ICMPV6: 6}
 
@@ -59,3 +60,30 @@ def _check_peer(text: str, protocol: IpProtocol, field: str) -> None:
             field=field,
             hint=f"{protocol.value} is of IPv{_VERSIONS[protocol]}",
         )
+
+
+def is_wider(new: SecurityGroup, old: SecurityGroup) -> bool:
+    """Tell whether everything that `old` allows is certainly allowed by `new` as well.
+
+    Rates, limits and logs say nothing about connections that stand.
+    """
+    same = {_allowed(rule) for rule in new.rules}
+    missing = [rule for rule in old.rules if _allowed(rule) not in same]
+    return len(missing) <= COMPARED_MAX and all(
+        any(_includes(rule, each) for rule in new.rules) for each in missing
+    )
+
+
+def _allowed(rule: SecurityRule) -> tuple[object, ...]:
+    lists = (tuple(rule.ports), tuple(rule.cidrs), tuple(rule.groups))
+    return (rule.direction, rule.protocol, *lists)
+
+
+def _includes(new: SecurityRule, old: SecurityRule) -> bool:
+    return (
+        new.direction is old.direction
+        and new.protocol in (IpProtocol.ANY, old.protocol)
+        and (not new.ports or (bool(old.ports) and set(old.ports) <= set(new.ports)))
+        and set(old.cidrs) <= set(new.cidrs)
+        and set(old.groups) <= set(new.groups)
+    )

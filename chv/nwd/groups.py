@@ -21,11 +21,11 @@ from chv.common.errors import (
 )
 from chv.common.failpoint import failpoint
 from chv.common.wire.nwd_policy import SecurityGroup, SecurityGroupInfo, SetSecurityGroup
-from chv.nwd.group_rules import check_rules
+from chv.nwd.group_rules import check_rules, is_wider
 from chv.nwd.keeper import Keeper
 from chv.nwd.networks import refuse_stale
 from chv.nwd.policy import peers_of
-from chv.nwd.records import GroupRow, Nic, Wanted
+from chv.nwd.records import GroupRow, Wanted
 
 log = logs.get(__name__)
 SET, DELETE = "set_group", "delete_group"
@@ -80,8 +80,8 @@ class Groups:
         return SecurityGroupInfo(
             group_id=group_id,
             generation=row.generation,
-            members=len(members),
-            networks=sorted({nic.network_id for nic in members}),
+            members=sum(members.values()),
+            networks=sorted(members),
             status=status,
             message=message,
         )
@@ -100,8 +100,13 @@ class Groups:
         network = self._records.networks.get(network_id)
         return network is not None and self._parts.is_due(network)
 
-    def _members(self, group_id: str) -> list[Nic]:
-        return [nic for nic in self._records.nics.values() if group_id in nic.groups]
+    def _members(self, group_id: str) -> dict[str, int]:
+        """Return how many NICs are in it, of each network that has any."""
+        found = {
+            uid: self._records.members(uid).groups.get(group_id, 0)
+            for uid in self._records.networks
+        }
+        return {uid: count for uid, count in found.items() if count}
 
     # --- recording; the registry is held
     async def _record(self, request: SetSecurityGroup) -> None:
@@ -118,6 +123,7 @@ class Groups:
             generation=generation,
             existing=request.existing,
             pending=self._networks(group.group_id),
+            narrowed=_narrows(old, group),
         )
         await self._records.put_group(row)
 
@@ -164,11 +170,19 @@ class Groups:
         naming = {uid for uid, row in self._records.groups.items() if group_id in peers_of(row)} | {
             group_id
         }
-        found = {nic.network_id for nic in self._records.nics.values() if naming & set(nic.groups)}
-        return sorted(uid for uid in found if self._is_due(uid))
+        return sorted(
+            uid
+            for uid in self._records.networks
+            if not naming.isdisjoint(self._records.members(uid).groups) and self._is_due(uid)
+        )
 
     def _refuse_used(self, group_id: str) -> None:
-        nics = sorted(nic.nic_id for nic in self._members(group_id))
+        nics = sorted(
+            nic.nic_id
+            for uid in self._members(group_id)
+            for nic in self._records.nics_of(uid)
+            if group_id in nic.groups
+        )
         if nics:
             raise InUse(
                 f"{len(nics)} NICs are members: {', '.join(nics[:SHOWN_MAX])}",
@@ -197,3 +211,10 @@ class Groups:
                 log.warning(
                     "group_not_applied", group_id=group_id, network_id=network_id, error=error
                 )
+
+
+def _narrows(old: GroupRow | None, group: SecurityGroup) -> bool:
+    """Tell whether a change may disallow what stands, or one before it that is not done yet."""
+    if old is None:
+        return True
+    return bool(old.pending and old.narrowed) or not is_wider(group, old.group)

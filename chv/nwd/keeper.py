@@ -128,27 +128,31 @@ class Keeper:
             return
         if network_id in self._clean:
             self._clean.discard(network_id)  # until it has worked
-            if await self._load_rules(row, verb):
-                await self._afterwards(row, verb)
+            is_busy = await self._load_rules(row, verb)
+            if is_busy is not None:
+                await self._afterwards(row, verb, is_busy)
                 self._clean.add(network_id)
                 return
         await self.converge(network_id, verb)
 
-    async def _load_rules(self, row: Network, verb: str) -> bool:
-        """Load the rules alone; False where the whole network must be looked at."""
+    async def _load_rules(self, row: Network, verb: str) -> bool | None:
+        """Load the rules alone; None where the whole network must be looked at.
+
+        Else tell whether connections may be tracked that came about before them.
+        """
         try:
             if not self.host.has_exposed(row):
                 await self.host.converge()
             ruleset = rules.render(self.parts.network_rules(row))
-            await anyio.to_thread.run_sync(load_rules, self.parts, row.network_id, ruleset, verb)
+            load = partial(load_rules, self.parts, row.network_id, ruleset, verb)
+            return await anyio.to_thread.run_sync(load)
         except (ChvError, OSError) as error:
             log.info("rules_not_loaded", network_id=row.network_id, verb=verb, error=error)
-            return False
-        return True
+            return None
 
-    async def _afterwards(self, row: Network, verb: str) -> None:
+    async def _afterwards(self, row: Network, verb: str, is_busy: bool | None = None) -> None:
         """The rules stand: end what they do not allow; check and drain what the records say."""
-        await sweeping.settle(self.parts, row, verb, self.clock.monotonic())
+        await sweeping.settle(self.parts, row, verb, self.clock.monotonic(), is_busy)
         self.balancer.refresh(row.network_id)
 
     async def finish_removal(self, nic: Nic) -> None:

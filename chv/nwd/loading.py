@@ -15,20 +15,24 @@ from chv.nwd.nft.text import Ruleset
 from chv.nwd.parts import Parts
 
 
-def load_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str) -> None:
-    """Bring the rules in a network's namespace up to date."""
+def load_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str) -> bool:
+    """Bring the rules in a network's namespace up to date.
+
+    Return whether connections may be tracked there that came about before these rules stood.
+    """
 
     def note(applied: Applied) -> None:
         failpoint_sync(f"nwd.{verb}.rules_loaded")
         runfiles.note_rules(runfiles.prepare(parts.layout, network_id), applied)
 
     if network_id not in parts.loaded and _stand(parts, network_id, ruleset):
-        return  # loaded before this process began
+        return True  # loaded before this process began
     before = parts.loaded.pop(network_id, None)
     loaded = parts.nft.load_now(parts.netns_path(network_id), ruleset, before, note)
     if loaded is None:
         raise Conflict("somebody changed nft rules in the same moment", resource=network_id)
     parts.loaded[network_id] = loaded
+    return loaded.is_busy
 
 
 def restore_rules(parts: Parts, network_id: str, ruleset: Ruleset, verb: str) -> bool:

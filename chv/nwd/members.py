@@ -6,7 +6,8 @@ NICs, and every attach asks all of this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from chv.common.ids import short_uid
@@ -24,6 +25,26 @@ class Members:
         self._macs: dict[str, str] = {}
         self._taps: dict[str, str] = {}
         self._names: dict[str, dict[str, Nic]] = {}
+        self._groups: Counter[str] = Counter()
+        self._unswept: dict[str, None] = {}
+        self._all: tuple[Nic, ...] | None = ()
+
+    @property
+    def all(self) -> tuple[Nic, ...]:
+        """Return every NIC: the very same tuple until one of them changes."""
+        if self._all is None:
+            self._all = tuple(self.nics.values())
+        return self._all
+
+    @property
+    def groups(self) -> Mapping[str, int]:
+        """Return how many NICs are in each security group that any is in."""
+        return self._groups
+
+    @property
+    def unswept(self) -> Set[str]:
+        """Return the NICs of which connections may be tracked that their groups do not allow."""
+        return self._unswept.keys()
 
     @property
     def owners(self) -> Mapping[str, str]:
@@ -51,12 +72,21 @@ class Members:
         self._macs[nic.mac] = nic.nic_id
         self._taps[short_uid(nic.nic_id)] = nic.nic_id
         self._names.setdefault(nic.hostname, {})[nic.nic_id] = nic
+        self._groups.update(set(nic.groups))
+        if nic.unswept:
+            self._unswept[nic.nic_id] = None
 
     def drop(self, nic_id: str) -> None:
         """Forget one, if it is known."""
+        self._all = None
         nic = self.nics.pop(nic_id, None)
         if nic is None:
             return
+        self._unswept.pop(nic_id, None)
+        for group_id in set(nic.groups):
+            self._groups[group_id] -= 1
+            if not self._groups[group_id]:
+                del self._groups[group_id]
         for address in nic.addresses:
             del self._owners[address]
         del self._macs[nic.mac], self._taps[short_uid(nic_id)]

@@ -20,6 +20,7 @@ from chv.nwd.records import Network, Nic, Records, Wanted
 from chv.nwd.workers import Workers
 
 _UPLINKS: Kept[tuple[str, ...]] = Kept()
+_DUE: Kept[tuple[Nic, ...]] = Kept()
 
 
 @dataclass
@@ -48,9 +49,15 @@ class Parts:
         """Tell whether an object should exist now: wanted, and asked for since the last boot."""
         return row.wanted is Wanted.PRESENT and row.boot_id == self.boot_id
 
-    def nics_due(self, network_id: str) -> list[Nic]:
-        """Return the NICs that a network should have now."""
-        return [nic for nic in self.records.nics_of(network_id) if self.is_due(nic)]
+    def nics_due(self, network_id: str) -> tuple[Nic, ...]:
+        """Return the NICs that a network should have now: the same tuple until one changes."""
+        nics = self.records.members(network_id).all
+        return _DUE.get(network_id, (nics, self.boot_id), _due)
+
+    def nic_due(self, nic_id: str) -> Nic | None:
+        """Return a NIC that should exist now."""
+        nic = self.records.nics.get(nic_id)
+        return nic if nic is not None and self.is_due(nic) else None
 
     def blueprint(self, network: Network) -> Blueprint:
         """Return what a network should be now."""
@@ -70,3 +77,7 @@ class Parts:
     def uplinks(self, network: Network) -> tuple[str, ...]:
         """Return the addresses of the network's end of the uplink."""
         return _UPLINKS.get(network.network_id, (self.settings, network), uplink_addresses)
+
+
+def _due(nics: Sequence[Nic], boot_id: str) -> tuple[Nic, ...]:
+    return tuple(nic for nic in nics if nic.wanted is Wanted.PRESENT and nic.boot_id == boot_id)

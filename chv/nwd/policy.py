@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 
 from chv.common.layout import Layout
-from chv.common.wire.nwd_policy import Exposure, HealthProtocol, SecurityRule
+from chv.common.wire.nwd_policy import Exposure, HealthProtocol, SecurityGroup, SecurityRule
 from chv.nwd.kept import Kept
 from chv.nwd.nft.model import Backend, Exposed, Group, NicRules, Rule
 from chv.nwd.records import ExposureRow, GroupRow, Nic, Records, Wanted
@@ -30,7 +30,6 @@ class Policy:
 
 
 NOTHING = Policy()
-_KEPT: Kept[NicRules] = Kept()
 
 
 def policy_of(
@@ -41,25 +40,22 @@ def policy_of(
         (row for row in records.exposures_of(network_id) if row.wanted is Wanted.PRESENT),
         key=lambda row: row.exposure.exposure_id,
     )
-    by_id = {nic.nic_id: nic for nic in nics}
+    targets = _targets(rows, nics)
     return Policy(
         groups=groups_of(records.groups, nics),
-        exposures=[exposed(row, by_id, uplinks) for row in rows],
+        exposures=[exposed(row, targets, uplinks) for row in rows],
         virtual=_virtual(rows, records, network_id),
     )
 
 
+def _targets(rows: Sequence[ExposureRow], nics: Sequence[Nic]) -> dict[str, Nic]:
+    """Return the NICs that exposures name; without exposures nobody is looked at."""
+    wanted = {uid for row in rows for uid in row.exposure.targets}
+    return {nic.nic_id: nic for nic in nics if nic.nic_id in wanted} if wanted else {}
+
+
 def nic_rules(layout: Layout, nic: Nic) -> NicRules:
     """Return what the rules need to know of a NIC."""
-    return _KEPT.get(nic.nic_id, (layout, nic), _nic_rules)
-
-
-def rules_of_nics(layout: Layout, nics: Iterable[Nic]) -> list[NicRules]:
-    """Return the same of many."""
-    return _KEPT.get_each(((nic.nic_id, (layout, nic)) for nic in nics), _nic_rules)
-
-
-def _nic_rules(layout: Layout, nic: Nic) -> NicRules:
     return NicRules(
         nic_id=nic.nic_id,
         tap=layout.tap(nic.nic_id),
@@ -75,19 +71,30 @@ def _nic_rules(layout: Layout, nic: Nic) -> NicRules:
 # --- groups
 def groups_of(rows: Mapping[str, GroupRow], nics: Iterable[Nic]) -> list[Group]:
     """Return the groups that NICs are members of, and those that their rules name."""
-    members = {uid for nic in nics for uid in nic.groups if uid in rows}
+    members = set[str]().union(*[nic.groups for nic in nics]) & rows.keys()
     named = {uid for member in members for uid in peers_of(rows[member]) if uid in rows}
     return [group_of(rows[uid]) for uid in sorted(members | named)]
 
 
-def peers_of(row: GroupRow) -> set[str]:
+def peers_of(row: GroupRow) -> frozenset[str]:
     """Return the groups that the rules of a group name."""
-    return {uid for rule in row.group.rules for uid in rule.groups}
+    return _PEERS.get(row.group.group_id, (row.group,), _peers_of)
+
+
+def _peers_of(group: SecurityGroup) -> frozenset[str]:
+    return frozenset(uid for rule in group.rules for uid in rule.groups)
 
 
 def group_of(row: GroupRow) -> Group:
     """Return a group as the rules see it."""
-    group = row.group
+    return _GROUPS.get(row.group.group_id, (row.group,), _group_of)
+
+
+_PEERS: Kept[frozenset[str]] = Kept()
+_GROUPS: Kept[Group] = Kept()
+
+
+def _group_of(group: SecurityGroup) -> Group:
     return Group(group.group_id, tuple(rule_of(rule) for rule in group.rules), group.log_dropped)
 
 
@@ -115,9 +122,18 @@ def ports_of(text: str) -> tuple[int, int]:
 def exposed(row: ExposureRow, nics: Mapping[str, Nic], uplinks: Sequence[str]) -> Exposed:
     """Return an exposure as the namespace sees it."""
     exposure = row.exposure
+    targets = tuple(nics[uid] for uid in exposure.targets if uid in nics)
+    return _EXPOSED.get(exposure.exposure_id, (row, targets, tuple(uplinks)), _exposed)
+
+
+_EXPOSED: Kept[Exposed] = Kept()
+
+
+def _exposed(row: ExposureRow, targets: Sequence[Nic], uplinks: Sequence[str]) -> Exposed:
+    exposure = row.exposure
     addresses = inner_addresses(row, uplinks)
     families = {family(text) for text in addresses}
-    ready = [nics[uid] for uid in exposure.targets if uid in nics and takes_new(row, uid)]
+    ready = [nic for nic in targets if takes_new(row, nic.nic_id)]
     return Exposed(
         exposure_id=exposure.exposure_id,
         protocol=exposure.protocol,
@@ -131,15 +147,15 @@ def exposed(row: ExposureRow, nics: Mapping[str, Nic], uplinks: Sequence[str]) -
             if family(address) in families
         ),
         algorithm=exposure.algorithm,
-        checks=_checks(exposure, nics),
+        checks=_checks(exposure, targets),
     )
 
 
-def _checks(exposure: Exposure, nics: Mapping[str, Nic]) -> tuple[Backend, ...]:
+def _checks(exposure: Exposure, targets: Sequence[Nic]) -> tuple[Backend, ...]:
     if exposure.health.protocol is HealthProtocol.NONE:
         return ()
-    checked = [nics[uid] for uid in exposure.targets if uid in nics]
-    return tuple(Backend(checked_address(exposure, nic), checked_port(exposure)) for nic in checked)
+    port = checked_port(exposure)
+    return tuple(Backend(checked_address(exposure, nic), port) for nic in targets)
 
 
 def inner_addresses(row: ExposureRow, uplinks: Sequence[str]) -> tuple[str, ...]:
@@ -180,10 +196,22 @@ def _virtual(rows: Iterable[ExposureRow], records: Records, network_id: str) -> 
     network = records.networks.get(network_id)
     if network is None:
         return []
-    texts = (network.topology.subnet, network.topology.subnet6)
-    subnets = [ip_network(text) for text in texts if text]
-    addresses = {text for row in rows for text in row.exposure.addresses}
-    return sorted(text for text in addresses if any(ip_address(text) in net for net in subnets))
+    subnets = (network.topology.subnet, network.topology.subnet6)
+    each = [
+        _VIRTUAL.get(row.exposure.exposure_id, (row.exposure, subnets), _within) for row in rows
+    ]
+    return sorted(frozenset().union(*each))
+
+
+def _within(exposure: Exposure, subnets: Sequence[str]) -> frozenset[str]:
+    """Return the addresses of an exposure that are in a subnet."""
+    found = [ip_network(text) for text in subnets if text]
+    return frozenset(
+        text for text in exposure.addresses if any(ip_address(text) in net for net in found)
+    )
+
+
+_VIRTUAL: Kept[frozenset[str]] = Kept()
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -8,7 +8,9 @@ NIC gets the one that has been free longest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -109,12 +111,16 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A security group. `pending`: networks in which this generation does not stand yet."""
+    """A security group. `pending`: networks in which this generation does not stand yet.
+
+    `narrowed`: connections may stand there that it does not allow and one before it did.
+    """
 
     group: SecurityGroup
     generation: int
     existing: Existing = Existing.DROP
     pending: list[str] = []
+    narrowed: bool = True
     wanted: Wanted = Wanted.PRESENT
 
 
@@ -271,6 +277,15 @@ class Records:
         await self._run((sql, (row.group.group_id, _encode(row))))
         self.groups[row.group.group_id] = row
 
+    async def note_group(self, row: GroupRow) -> None:
+        """Replace, where only `pending` changed: in which networks of this boot it stands.
+
+        A loss of power takes the note and the networks alike, so it waits for no disk.
+        """
+        sql = "INSERT OR REPLACE INTO security_groups VALUES (?, ?)"
+        await self._note((sql, (row.group.group_id, _encode(row))))
+        self.groups[row.group.group_id] = row
+
     async def drop_group(self, row: GroupRow) -> None:
         """Forget a group that nothing names; keep its generation."""
         uid = row.group.group_id
@@ -286,6 +301,13 @@ class Records:
         uid, network_id = row.exposure.exposure_id, row.exposure.network_id
         sql = "INSERT OR REPLACE INTO exposures VALUES (?, ?, ?)"
         await self._run((sql, (uid, network_id, _encode(row))))
+        self.exposures[uid] = row
+
+    async def note_exposure(self, row: ExposureRow) -> None:
+        """Replace, where only `sweeps` and `draining` changed: what is done in this boot."""
+        uid, network_id = row.exposure.exposure_id, row.exposure.network_id
+        sql = "INSERT OR REPLACE INTO exposures VALUES (?, ?, ?)"
+        await self._note((sql, (uid, network_id, _encode(row))))
         self.exposures[uid] = row
 
     async def drop_exposure(self, row: ExposureRow) -> None:
@@ -349,11 +371,15 @@ class Records:
             self.tombstones[uid] = generation
 
     async def _run(self, *statements: Statement) -> None:
-        def transaction(db: Connection) -> None:
-            for sql, values in statements:
-                db.execute(sql, values)
+        await self._store.write(partial(_execute, statements))
 
-        await self._store.write(transaction)
+    async def _note(self, *statements: Statement) -> None:
+        await self._store.note(partial(_execute, statements))
+
+
+def _execute(statements: Sequence[Statement], db: Connection) -> None:
+    for sql, values in statements:
+        db.execute(sql, values)
 
 
 def _bury(uid: str, generation: int) -> tuple[Statement, ...]:

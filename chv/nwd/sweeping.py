@@ -7,19 +7,19 @@ caller holds the network's lock, and the network's rules are those of the record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import anyio.to_thread
 import msgspec
 
 from chv.common import logs
 from chv.common.failpoint import failpoint
-from chv.common.wire.nwd_policy import Existing
+from chv.common.wire.nwd_policy import Existing, IpProtocol
 from chv.nwd import allowing, policy
 from chv.nwd.kernel import conntrack, netns
-from chv.nwd.kernel.conntrack import Connection
+from chv.nwd.kernel.conntrack import Connection, Towards
 from chv.nwd.nft.model import Exposed
 from chv.nwd.parts import Parts
 from chv.nwd.records import Drain, ExposureRow, GroupRow, Network, Nic, Wanted
@@ -37,13 +37,23 @@ class _Due:
     exposures: Sequence[ExposureRow]
 
 
-async def settle(parts: Parts, network: Network, verb: str, now_s: float) -> None:
-    """Do and record what is due in a network."""
+async def settle(
+    parts: Parts, network: Network, verb: str, now_s: float, is_busy: bool | None = None
+) -> None:
+    """Do and record what is due in a network; `is_busy`: whether anything was tracked there just
+    now, the rules standing already, where that is known.
+
+    What is recorded waits for no disk: without it all of this is done once more, which ends only
+    what the rules do not allow; and whatever takes the record takes the connections as well.
+    """
     due = _due(parts, network.network_id, now_s)
     if not (due.groups or due.nics or due.exposures):
         return
     await failpoint(f"nwd.{verb}.before_sweep")
-    await _end(parts, network, due, now_s)
+    if is_busy is None:
+        is_busy = await netns.inside(parts.netns_path(network.network_id), conntrack.is_any)
+    unwanted = _inside(parts, network, due, now_s) if is_busy else []
+    await _end(parts, network, due, unwanted)
     await failpoint(f"nwd.{verb}.after_sweep")
     for row in due.nics:
         await parts.records.put_nic(msgspec.structs.replace(row, unswept=False))
@@ -60,8 +70,8 @@ def _due(parts: Parts, network_id: str, now_s: float) -> _Due:
         groups=[row for row in records.groups.values() if network_id in row.pending],
         nics=[
             nic
-            for nic in records.nics.values()
-            if nic.unswept and nic.network_id == network_id and parts.is_due(nic)
+            for nic_id in records.members(network_id).unswept
+            if (nic := parts.nic_due(nic_id)) is not None
         ],
         exposures=[
             row
@@ -79,25 +89,52 @@ def over(parts: Parts, row: ExposureRow, now_s: float) -> list[Drain]:
 
 
 # --- what ends
-async def _end(parts: Parts, network: Network, due: _Due, now_s: float) -> None:
-    path = parts.netns_path(network.network_id)
-    is_busy = await netns.inside(path, conntrack.is_any)
-    inner = (
-        []
-        if not is_busy
-        else [
-            *_of_groups(parts, network, due),
-            *(each for row in due.exposures for each in _of_exposure(parts, network, row, now_s)),
-        ]
-    )
+async def _end(parts: Parts, network: Network, due: _Due, inner: Sequence[Unwanted]) -> None:
     host = [each for row in due.exposures for each in _on_host(parts, network, row)]
     ended = 0
     if inner:
-        ended += await netns.inside(path, lambda: conntrack.end(_any(inner)))
+        towards = _towards_exposures(parts, network, due)
+        path = parts.netns_path(network.network_id)
+        ended += await netns.inside(path, partial(conntrack.end, _any(inner), towards))
     if host:
-        ended += await anyio.to_thread.run_sync(conntrack.end, _any(host))
+        ended += await anyio.to_thread.run_sync(conntrack.end, _any(host), _towards_host(due))
     if ended:
         log.info("connections_ended", network_id=network.network_id, connections=ended)
+
+
+def _inside(parts: Parts, network: Network, due: _Due, now_s: float) -> list[Unwanted]:
+    return [
+        *_of_groups(parts, network, due),
+        *(each for row in due.exposures for each in _of_exposure(parts, network, row, now_s)),
+    ]
+
+
+def _towards_exposures(parts: Parts, network: Network, due: _Due) -> list[Towards]:
+    """Return where all goes that may have to end, when only exposures are concerned."""
+    if due.groups or due.nics:
+        return []
+    found: list[Towards] = []
+    for row in due.exposures:
+        now = _now(parts, network, row)
+        found += _towards(now.protocol, now.addresses, now.ports)
+        for each in row.sweeps:
+            found += _towards(each.protocol, each.addresses, (each.first, each.last))
+    return found
+
+
+def _towards_host(due: _Due) -> list[Towards]:
+    found: list[Towards] = []
+    for each in (print_ for row in due.exposures for print_ in row.sweeps):
+        found += _towards(each.protocol, each.host_addresses, (each.first, each.last))
+    return found
+
+
+def _towards(
+    protocol: IpProtocol, addresses: Iterable[str], ports: tuple[int, int]
+) -> list[Towards]:
+    first, last = ports
+    number = allowing.NUMBERS[protocol]
+    return [Towards(number, address, first if first == last else 0) for address in addresses]
 
 
 def _any(unwanted: Sequence[Unwanted]) -> Unwanted:
@@ -105,7 +142,11 @@ def _any(unwanted: Sequence[Unwanted]) -> Unwanted:
 
 
 def _of_groups(parts: Parts, network: Network, due: _Due) -> list[Unwanted]:
-    changed = {row.group.group_id for row in due.groups if row.existing is Existing.DROP}
+    changed = {
+        row.group.group_id for row in due.groups if row.existing is Existing.DROP and row.narrowed
+    }
+    if not (changed or due.nics):
+        return []
     concerned = {
         address
         for nic in parts.nics_due(network.network_id)
@@ -125,8 +166,13 @@ def _of_groups(parts: Parts, network: Network, due: _Due) -> list[Unwanted]:
 
 
 def _now(parts: Parts, network: Network, row: ExposureRow) -> Exposed:
-    nics = {nic.nic_id: nic for nic in parts.nics_due(network.network_id)}
+    nics = {nic.nic_id: nic for nic in _targets(parts, row)}
     return policy.exposed(row, nics, parts.uplinks(network))
+
+
+def _targets(parts: Parts, row: ExposureRow) -> list[Nic]:
+    found = [parts.nic_due(nic_id) for nic_id in row.exposure.targets]
+    return [nic for nic in found if nic is not None]
 
 
 def _of_exposure(parts: Parts, network: Network, row: ExposureRow, now_s: float) -> list[Unwanted]:
@@ -135,12 +181,9 @@ def _of_exposure(parts: Parts, network: Network, row: ExposureRow, now_s: float)
     finished = over(parts, row, now_s)
     drained = frozenset(address for drain in finished for address in drain.addresses)
     draining = [drain for drain in row.draining if drain not in finished]
-    targets = frozenset(
-        address
-        for nic in parts.nics_due(network.network_id)
-        if nic.nic_id in row.exposure.targets
-        for address in nic.addresses
-    ).union(address for drain in draining for address in drain.addresses)
+    targets = frozenset(address for nic in _targets(parts, row) for address in nic.addresses).union(
+        address for drain in draining for address in drain.addresses
+    )
     unwanted: list[Unwanted] = []
     if drained - targets:
         unwanted.append(lambda each: allowing.is_drained(each, exposed, drained - targets))
@@ -174,7 +217,8 @@ async def _exposure_done(parts: Parts, row: ExposureRow, now_s: float) -> None:
         return
     finished = over(parts, row, now_s)
     draining = [drain for drain in row.draining if drain not in finished]
-    await parts.records.put_exposure(msgspec.structs.replace(row, sweeps=[], draining=draining))
+    done = msgspec.structs.replace(row, sweeps=[], draining=draining)
+    await parts.records.note_exposure(done)
 
 
 async def _group_done(parts: Parts, row: GroupRow, network_id: str) -> None:
@@ -182,4 +226,4 @@ async def _group_done(parts: Parts, row: GroupRow, network_id: str) -> None:
     if current is None or current.generation != row.generation:
         return  # changed meanwhile: its own pass comes
     pending = [each for each in current.pending if each != network_id]
-    await parts.records.put_group(msgspec.structs.replace(current, pending=pending))
+    await parts.records.note_group(msgspec.structs.replace(current, pending=pending))

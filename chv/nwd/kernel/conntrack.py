@@ -11,20 +11,26 @@ import errno
 import ipaddress
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chv.nwd.kernel import netlink, sysctl
 from chv.nwd.kernel.errors import translated
 
 TCP, UDP, ICMP, ICMPV6 = 6, 17, 1, 58
-_GET, _DELETE = (1 << 8) | 1, (1 << 8) | 2  # subsystem ctnetlink
+TOWARDS_MAX = 8
+# Of the subsystem ctnetlink.
+_GET, _DELETE, _GET_STATISTICS = (1 << 8) | 1, (1 << 8) | 2, (1 << 8) | 5
+_ENTRIES = 1
+_FILTER, _ORIGINAL_FLAGS = 25, 1
+_BY_TARGET, _BY_PROTOCOL, _BY_TARGET_PORT = 1 << 1, 1 << 3, 1 << 5
 _TUPLE_ORIGINAL, _TUPLE_REPLY, _STATUS, _ID, _NESTED = 1, 2, 3, 12, 0x8000
 _TUPLE_IP, _TUPLE_PROTOCOL = 1, 2
 _SOURCES, _TARGETS = (1, 3), (2, 4)  # IPv4, IPv6
 _NUMBER, _SOURCE_PORT, _TARGET_PORT = 1, 2, 3
 _TRANSLATED = 1 << 5  # IPS_DST_NAT
 _FAMILY = struct.Struct("=BBH")
+_ALL = _FAMILY.pack(socket.AF_UNSPEC, 0, 0)
 _COUNT = "net.netfilter.nf_conntrack_count"
 
 
@@ -49,6 +55,15 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
+class Towards:
+    """Connections whose opener sent to an address and port; `port` 0: to any."""
+
+    protocol: int
+    target: str
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Way:
     source: str = ""
     target: str = ""
@@ -63,10 +78,14 @@ def read() -> list[Connection]:
         return _list(asker)
 
 
-def end(unwanted: Callable[[Connection], bool]) -> int:
-    """End the connections of which `unwanted` says so; return how many there were."""
+def end(unwanted: Callable[[Connection], bool], towards: Sequence[Towards] = ()) -> int:
+    """End the connections of which `unwanted` says so; return how many there were.
+
+    With `towards` the kernel picks those that go there, and only these are asked about.
+    """
     with translated("ending connections"), netlink.open_socket(netlink.NETFILTER) as asker:
-        found = [each for each in _list(asker) if unwanted(each)]
+        listed = _list_towards(asker, towards) if towards else _list(asker)
+        found = [each for each in listed if unwanted(each)]
         for each in found:
             _delete(asker, each)
     return len(found)
@@ -88,11 +107,56 @@ def is_any() -> bool:
     return sysctl.read(_COUNT) != "0"
 
 
+def count(asker: socket.socket) -> int:
+    """Return how many connections are tracked in the namespace of a socket for netfilter."""
+    with translated("counting connections"):
+        body = netlink.ask(asker, netlink.message(_GET_STATISTICS, 0, _ALL))[0]
+    found = dict(netlink.attributes(body, _FAMILY.size))
+    return int.from_bytes(found[_ENTRIES], "big")
+
+
 def _list(asker: socket.socket) -> list[Connection]:
     if not is_any():
         return []
-    request = netlink.message(_GET, netlink.DUMP, _FAMILY.pack(socket.AF_UNSPEC, 0, 0))
-    return [_connection(body) for body in netlink.ask(asker, request)]
+    return [_connection(body) for body in netlink.ask(asker, _dump(_ALL))]
+
+
+def _list_towards(asker: socket.socket, towards: Sequence[Towards]) -> list[Connection]:
+    """A walk for each; beyond a few of them one walk takes all."""
+    each = list(dict.fromkeys(towards))
+    if len(each) > TOWARDS_MAX:
+        return _list(asker)
+    if not is_any():
+        return []
+    return [_connection(body) for one in each for body in netlink.ask(asker, _dump(_filter(one)))]
+
+
+def _dump(body: bytes) -> bytes:
+    return netlink.message(_GET, netlink.DUMP, body)
+
+
+def _filter(towards: Towards) -> bytes:
+    """Return what a dump asks for; a kernel that does not know filters lists everything.
+
+    Of IPv6 only protocol and port: kernels have taken an address there for what is *not* wanted.
+    """
+    target = ipaddress.ip_address(towards.target)
+    flags, way, protocol = _BY_PROTOCOL, b"", netlink.attribute(_NUMBER, bytes([towards.protocol]))
+    if target.version == 4:
+        flags |= _BY_TARGET
+        way = _nested(_TUPLE_IP, netlink.attribute(_TARGETS[0], target.packed))
+    if towards.port:
+        flags |= _BY_TARGET_PORT
+        protocol += netlink.attribute(_TARGET_PORT, struct.pack("!H", towards.port))
+    way += _nested(_TUPLE_PROTOCOL, protocol)
+    asked = netlink.attribute(_ORIGINAL_FLAGS, struct.pack("=I", flags))
+    family = socket.AF_INET if target.version == 4 else socket.AF_INET6
+    header = _FAMILY.pack(family, 0, 0)
+    return header + _nested(_TUPLE_ORIGINAL, way) + _nested(_FILTER, asked)
+
+
+def _nested(kind: int, payload: bytes) -> bytes:
+    return netlink.attribute(kind | _NESTED, payload)
 
 
 def _connection(body: bytes) -> Connection:

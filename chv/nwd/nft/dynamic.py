@@ -1,4 +1,4 @@
-"""What renderers add under the gateway's frame: chains, sets that rules share, elements. Pure."""
+"""What a renderer adds under the gateway's frame: chains, sets that rules share, elements. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from chv.nwd.nft import text
 from chv.nwd.nft.gateway import TABLE
-from chv.nwd.nft.text import ChainKey, SetKey
+from chv.nwd.nft.text import ChainKey, Part, SetKey
 
 
 @dataclass(slots=True)
@@ -18,12 +18,10 @@ class Dynamic:
     chains: dict[ChainKey, tuple[str, ...]] = field(default_factory=dict)
     elements: dict[SetKey, set[str]] = field(default_factory=dict)
 
-    def update(self, other: Dynamic) -> None:
-        """Add all that another has."""
-        self.sets.update(other.sets)
-        self.chains.update(other.chains)
-        for key, values in other.elements.items():
-            self.elements.setdefault(key, set()).update(values)
+    def part(self) -> Part:
+        """Return all of it as a part."""
+        elements = {key: frozenset(values) for key, values in self.elements.items() if values}
+        return Part(elements, self.sets, self.chains)
 
     def element(self, name: str, value: str) -> None:
         """Add an element of a set of the frame."""

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
 
 from chv.common.wire.nwd_policy import Algorithm, IpProtocol
+from chv.nwd.kept import Kept
 from chv.nwd.nft import text
 from chv.nwd.nft.dynamic import Dynamic
 from chv.nwd.nft.gateway import CHECKED, TABLE
-from chv.nwd.nft.model import Backend, Exposed, NetworkRules
-from chv.nwd.nft.text import ChainKey, SetKey
+from chv.nwd.nft.model import Backend, Exposed
+from chv.nwd.nft.text import ChainKey, Part, SetKey
 
 BUCKETS = 256
-EXPOSURES_KEPT_MAX = 1024
 HAIRPINS = (SetKey(*TABLE, "hairpins4"), SetKey(*TABLE, "hairpins6"))
 MAPS = (SetKey(*TABLE, "exposures4"), SetKey(*TABLE, "exposures6"))
 _SEED = "0x63687631"
@@ -31,22 +30,30 @@ _REFUSALS = {
 }
 
 
-def add(into: Dynamic, network: NetworkRules) -> None:
-    """Add the chains and elements of every exposure."""
-    for exposed in network.exposures:
-        if exposed.protocol not in _PROTOCOLS:
-            raise ValueError(f"{exposed.protocol!r} is not a protocol of exposures")
-        for six in (False, True):
-            addresses = [each for each in exposed.addresses if text.is_v6(each) is six]
-            if not addresses:
-                continue
-            name = f"e_{text.uid(exposed.exposure_id)}_{6 if six else 4}"
-            into.update(_chain(exposed, name, six))
-            asked = f"{_PROTOCOLS[exposed.protocol]} . {{}} . {text.port_range(*exposed.ports)}"
-            into.elements.setdefault(MAPS[six], set()).update(
-                f"{asked.format(_address(each, six))} : goto {name}" for each in addresses
-            )
-        _add_targets(into, exposed)
+def part(exposed: Exposed) -> Part:
+    """Return what an exposure adds; what did not change comes from memory."""
+    return _PARTS.get(exposed.exposure_id, (exposed,), _part)
+
+
+def _part(exposed: Exposed) -> Part:
+    if exposed.protocol not in _PROTOCOLS:
+        raise ValueError(f"{exposed.protocol!r} is not a protocol of exposures")
+    into = Dynamic()
+    for six in (False, True):
+        addresses = [each for each in exposed.addresses if text.is_v6(each) is six]
+        if not addresses:
+            continue
+        name = f"e_{text.uid(exposed.exposure_id)}_{6 if six else 4}"
+        into.chains[ChainKey(*TABLE, name)] = tuple(_lines(exposed, into, six))
+        asked = f"{_PROTOCOLS[exposed.protocol]} . {{}} . {text.port_range(*exposed.ports)}"
+        into.elements.setdefault(MAPS[six], set()).update(
+            f"{asked.format(_address(each, six))} : goto {name}" for each in addresses
+        )
+    _add_targets(into, exposed)
+    return into.part()
+
+
+_PARTS: Kept[Part] = Kept()
 
 
 def _add_targets(into: Dynamic, exposed: Exposed) -> None:
@@ -64,14 +71,6 @@ def _add_targets(into: Dynamic, exposed: Exposed) -> None:
 
 def _address(address: str, six: bool) -> str:
     return text.address6(address) if six else text.address(address)
-
-
-@lru_cache(EXPOSURES_KEPT_MAX)
-def _chain(exposed: Exposed, name: str, six: bool) -> Dynamic:
-    """Return the chain of a family, and its sources; what did not change comes from memory."""
-    found = Dynamic()
-    found.chains[ChainKey(*TABLE, name)] = tuple(_lines(exposed, found, six))
-    return found
 
 
 def _lines(exposed: Exposed, into: Dynamic, six: bool) -> Iterator[str]:

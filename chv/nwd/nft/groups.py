@@ -15,19 +15,21 @@ a rule is one more for the library to read at every change of anything, and one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from chv.common.wire.nwd_policy import Direction, IpProtocol
+from chv.nwd.kept import Kept
 from chv.nwd.nft import log_prefix, text
 from chv.nwd.nft.dynamic import Dynamic
 from chv.nwd.nft.gateway import TABLE, TOO_MANY
 from chv.nwd.nft.model import Group, NetworkRules, NicRules, Rule
-from chv.nwd.nft.text import ChainKey, SetKey
+from chv.nwd.nft.text import ChainKey, Part, SetKey
 
 LIMITS = (SetKey(*TABLE, "limits4"), SetKey(*TABLE, "limits6"))
 PROFILES = (SetKey(*TABLE, "profiles4"), SetKey(*TABLE, "profiles6"))
 WAYS = {Direction.INGRESS: "in", Direction.EGRESS: "out"}
-GROUPS_KEPT_MAX = 1024
+LIMITS_KEPT_MAX = 1024
 MEMBERS = (SetKey(*TABLE, "members4"), SetKey(*TABLE, "members6"))
 LINES_MAX = 8
 _NUMBER_BITS = 31
@@ -60,11 +62,37 @@ def _number(content: str) -> int:
     return int(text.digest(content), 16) >> (64 - _NUMBER_BITS)
 
 
-def named(network: NetworkRules) -> set[str]:
+@dataclass(frozen=True, slots=True)
+class Memberships:
+    """What the NICs of a network have of groups and limits, all of them together."""
+
+    profiles: Mapping[tuple[str, ...], Profile]  # of each list of groups that a NIC has
+    groups: frozenset[str]
+    limits: frozenset[int]
+
+
+def memberships(nics: Sequence[NicRules]) -> Memberships:
+    """Return it of one NIC of each kind, or of all."""
+    some = {nic.groups: nic for nic in nics if nic.groups}
+    return Memberships(
+        profiles={each: profile_of(nic) for each, nic in some.items()},
+        groups=frozenset().union(*some),
+        limits=frozenset({nic.connections_max for nic in nics} - {0}),
+    )
+
+
+def named(network: NetworkRules, seen: Memberships) -> set[str]:
     """Return the ids of all groups that a network knows or names."""
     found = {group.group_id for group in network.groups}
-    found |= {peer for group in network.groups for rule in group.rules for peer in rule.groups}
-    return found.union(*(nic.groups for nic in network.nics))
+    return found.union(seen.groups, *(_peers(group) for group in network.groups))
+
+
+def _peers(group: Group) -> tuple[str, ...]:
+    return _PEERS.get(group.group_id, (group,), _peers_of)
+
+
+def _peers_of(group: Group) -> tuple[str, ...]:
+    return tuple(sorted({peer for rule in group.rules for peer in rule.groups}))
 
 
 def elements(
@@ -93,36 +121,42 @@ def _mark(value: int) -> str:
     return f"{value:#010x}"
 
 
-def add(into: Dynamic, network: NetworkRules, numbers: Mapping[Profile, int]) -> None:
-    """Add the chains of every group, profile and limit."""
+def parts(
+    network: NetworkRules, seen: Memberships, numbers: Mapping[Profile, int]
+) -> Iterator[Part]:
+    """Yield what each group, profile and limit adds."""
     known = {group.group_id: group for group in network.groups}
-    for group_id in sorted(named(network)):
+    for group_id in named(network, seen):
         group = known.get(group_id, Group(group_id))
-        peers = sorted({peer for rule in group.rules for peer in rule.groups})
-        into.update(_group(group, tuple((peer, numbers[peer,]) for peer in peers)))
-    for profile in sorted({profile_of(nic) for nic in network.nics if nic.groups}):
-        groups = [known.get(each, Group(each)) for each in profile]
-        _add_profile(into, groups, _mark(numbers[profile]))
-    for limit in sorted({nic.connections_max for nic in network.nics} - {0}):
-        _add_limit(into, limit)
+        peers = tuple((peer, numbers[peer,]) for peer in _peers(group))
+        yield _GROUPS.get(group_id, (group, peers), _group)
+    for profile in set(seen.profiles.values()):
+        told = tuple(each for each in profile if each in known and known[each].log_dropped)
+        mark = _mark(numbers[profile])
+        yield _PROFILES.get(" ".join(profile), (profile, told, mark), _profile)
+    for limit in seen.limits:
+        yield _limit(limit)
 
 
 def _chain(name: str) -> ChainKey:
     return ChainKey(*TABLE, name)
 
 
-def _add_profile(into: Dynamic, groups: Sequence[Group], mark: str) -> None:
+def _profile(profile: Profile, told: Sequence[str], mark: str) -> Part:
+    into = Dynamic()
     for direction, way in WAYS.items():
         name = f"p_{mark[2:]}_{way}"
-        lines = [f"jump g_{text.uid(group.group_id)}_{way}" for group in groups]
-        lines += [_told(group.group_id, None, direction) for group in groups if group.log_dropped]
+        lines = [f"jump g_{text.uid(group_id)}_{way}" for group_id in profile]
+        lines += [_told(group_id, None, direction) for group_id in told]
         into.chains[_chain(name)] = (*lines, f"goto not_allowed_{way}")
         into.element(f"profiles_{way}", f"{mark} : goto {name}")
+    return into.part()
 
 
-def _add_limit(into: Dynamic, limit: int) -> None:
+@lru_cache(LIMITS_KEPT_MAX)
+def _limit(limit: int) -> Part:
     """What a guest sends and receives is counted together; the limit is the mark of its packet."""
-    over = f"ct count over {text.count(limit)}"
+    into, over = Dynamic(), f"ct count over {text.count(limit)}"
     for way, end in (("out", "saddr"), ("in", "daddr")):
         name = f"l_{limit}_{way}"
         into.chains[_chain(name)] = tuple(
@@ -130,6 +164,7 @@ def _add_limit(into: Dynamic, limit: int) -> None:
             for family, ip in ((4, "ip"), (6, "ip6"))
         )
         into.element(f"limits_{way}", f"{_mark(limit)} : jump {name}")
+    return into.part()
 
 
 def _told(group_id: str, index: int | None, direction: Direction) -> str:
@@ -137,9 +172,7 @@ def _told(group_id: str, index: int | None, direction: Direction) -> str:
     return f'{_LOGGED} log prefix "{prefix}" group {log_prefix.LOG_GROUP}'
 
 
-@lru_cache(GROUPS_KEPT_MAX)
-def _group(group: Group, peers: tuple[tuple[str, int], ...]) -> Dynamic:
-    """Return what a group adds; what did not change comes from memory."""
+def _group(group: Group, peers: tuple[tuple[str, int], ...]) -> Part:
     identity, numbers, found = text.uid(group.group_id), dict(peers), Dynamic()
     lines: dict[str, list[str]] = {"in": [], "out": []}
     for index, rule in enumerate(group.rules):
@@ -150,7 +183,12 @@ def _group(group: Group, peers: tuple[tuple[str, int], ...]) -> Dynamic:
             verdict = f"jump {name}"
         lines[way] += [f"{match} {verdict}".lstrip() for match in _matches(rule, numbers, found)]
     found.chains |= {_chain(f"g_{identity}_{way}"): tuple(each) for way, each in lines.items()}
-    return found
+    return found.part()
+
+
+_GROUPS: Kept[Part] = Kept()
+_PROFILES: Kept[Part] = Kept()
+_PEERS: Kept[tuple[str, ...]] = Kept()
 
 
 def _actions(group_id: str, index: int, rule: Rule) -> tuple[str, ...]:

@@ -59,7 +59,8 @@ def render(
         elements[f"routed{suffix}"] = set(_routed(uplinks, version))
         elements[f"exposed{suffix}"] = set(_exposed(exposures, version))
     keyed = {SetKey(FAMILY, table, name): frozenset(each) for name, each in elements.items()}
-    return Ruleset(((FAMILY, table),), body.replace("COMMENT", comment), keyed)
+    shared = frozenset({text.Part(keyed)})
+    return Ruleset(((FAMILY, table),), body.replace("COMMENT", comment), shared)
 
 
 def _sources(uplinks: Iterable[HostUplink], version: int) -> Iterable[str]:

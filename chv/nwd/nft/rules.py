@@ -12,52 +12,42 @@ from dataclasses import replace
 
 from chv.nwd.kept import Kept
 from chv.nwd.nft import exposures, gateway, groups, spoof, text
-from chv.nwd.nft.dynamic import Dynamic
 from chv.nwd.nft.groups import Profile
-from chv.nwd.nft.model import NetworkRules, NicRules
-from chv.nwd.nft.text import Part, Ruleset, SetKey
+from chv.nwd.nft.model import NetworkRules
+from chv.nwd.nft.roster import Numbers, Roster
+from chv.nwd.nft.text import Ruleset
 
 TABLES = (spoof.TABLE, gateway.TABLE)
 
 
-def render(network: NetworkRules) -> Ruleset:
-    """Return the ruleset of a network."""
-    some = {nic.groups: nic for nic in network.nics if nic.groups}
-    profiles = {each: groups.profile_of(nic) for each, nic in some.items()}
-    numbers = groups.number({*profiles.values(), *((each,) for each in groups.named(network))})
-    dynamic = Dynamic()
-    groups.add(dynamic, network, numbers)
-    exposures.add(dynamic, network)
+def render(network: NetworkRules, roster: Roster | None = None) -> Ruleset:
+    """Return the ruleset of a network; `roster`: in which its NICs were met before."""
+    roster = roster or _ROSTERS.get(network.identity, (), Roster)
+    roster.follow(network.nics)
+    seen = groups.memberships(roster.one_of_each())
+    alone = ((each,) for each in groups.named(network, seen))
+    numbers = groups.number({*seen.profiles.values(), *alone})
+    shared = [*groups.parts(network, seen, numbers), *map(exposures.part, network.exposures)]
     return Ruleset(
         TABLES,
         _frame(network),
-        {key: frozenset(values) for key, values in dynamic.elements.items()},
-        dynamic.sets,
-        dynamic.chains,
-        _parts(network, profiles, numbers),
+        frozenset(shared),
+        roster.parts(_numbers(seen.profiles, numbers)),
     )
 
 
-def _parts(
-    network: NetworkRules, profiles: Mapping[tuple[str, ...], Profile], numbers: dict[Profile, int]
-) -> frozenset[Part]:
-    of_groups: dict[tuple[str, ...], tuple[int, tuple[int, ...]]] = {
+def _numbers(
+    profiles: Mapping[tuple[str, ...], Profile], numbers: Mapping[Profile, int]
+) -> dict[tuple[str, ...], Numbers]:
+    """Return the numbers of a NIC's profile and of its groups, by its groups."""
+    found: dict[tuple[str, ...], Numbers] = {
         each: (numbers[profile], tuple(numbers[group,] for group in profile))
         for each, profile in profiles.items()
     }
-    of_groups[()] = (0, ())
-    items = ((nic.nic_id, (nic, *of_groups[nic.groups])) for nic in network.nics)
-    return frozenset(_PARTS.get_each(items, _of_nic))
+    return found | {(): (0, ())}
 
 
-def _of_nic(nic: NicRules, profile_number: int, group_numbers: tuple[int, ...]) -> Part:
-    """A change of one NIC renders all: what did not change comes from memory."""
-    found: dict[SetKey, frozenset[str]] = spoof.elements(nic)
-    found |= gateway.elements(nic)
-    return Part(found | groups.elements(nic, profile_number, group_numbers))
-
-
-_PARTS: Kept[Part] = Kept()
+_ROSTERS: Kept[Roster] = Kept()
 
 
 def _frame(network: NetworkRules) -> str:

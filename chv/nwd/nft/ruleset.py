@@ -22,7 +22,7 @@ import msgspec
 from nftables import Nftables
 
 from chv.common.errors import Internal
-from chv.nwd.kernel import netns, nft_generation
+from chv.nwd.kernel import conntrack, netns, nft_generation
 from chv.nwd.nft.text import Ruleset
 
 CONTEXTS_MAX = 32
@@ -39,10 +39,14 @@ class Applied(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The same with what it was, for small changes; not kept across a restart."""
+    """The same with what it was, for small changes; not kept across a restart.
+
+    `is_busy`: whether connections were tracked when it stood.
+    """
 
     applied: Applied
     ruleset: Ruleset
+    is_busy: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,11 @@ class _Context:
 
     inode: int
     nft: Nftables
-    generations: socket.socket
+    asker: socket.socket  # for netfilter
 
     def close(self) -> None:
         """Let go of the namespace; the library's own context goes with the last reference."""
-        self.generations.close()
+        self.asker.close()
 
 
 class Nft:
@@ -149,17 +153,18 @@ class Nft:
         """Do the same in this thread."""
         with self._lock:
             context = self._context(path)
-            generation = nft_generation.read_from(context.generations)
+            generation = nft_generation.read_from(context.asker)
             text = _transaction(wanted, before, (context.inode, generation))
             if text:
                 self._command(path, context, text)
                 expected = generation + 1
-                generation = nft_generation.read_from(context.generations)
+                generation = nft_generation.read_from(context.asker)
                 if generation != expected:
                     return None
+            is_busy = conntrack.count(context.asker) > 0
         applied = Applied(context.inode, generation, wanted.digest)
         note(applied)
-        return Loaded(applied, wanted)
+        return Loaded(applied, wanted, is_busy)
 
     def _run(self, path: str, text: str) -> None:
         with self._lock:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from ipaddress import collapse_addresses
+from operator import attrgetter
 
 from chv.common.names import (
     Address,
@@ -56,32 +57,43 @@ Elements = Mapping[SetKey, frozenset[str]]
 
 
 class Part:
-    """Elements that come and go together, such as those of one NIC; no other part has them.
+    """Elements, sets and chains that come and go together, such as those of one NIC or group.
 
     Parts are kept by whoever makes them: the same object again means that nothing has changed,
     and a change of one among a thousand looks at that one alone.
     """
 
-    __slots__ = ("elements", "number")
+    __slots__ = ("chains", "elements", "number", "sets")
 
-    def __init__(self, elements: Elements) -> None:
+    def __init__(
+        self,
+        elements: Elements,
+        sets: Mapping[SetKey, str] | None = None,
+        chains: Mapping[ChainKey, tuple[str, ...]] | None = None,
+    ) -> None:
         self.elements = elements
-        self.number = _number("\n".join(_lines(elements)))
+        self.sets = sets or {}
+        self.chains = chains or {}
+        lines = [f"{key}={what}" for key, what in self.sets.items()]
+        lines += [f"{key}={what!r}" for key, what in self.chains.items()]
+        self.number = _number("\n".join(sorted([*lines, *_lines(elements)])))
+
+
+_numbered = attrgetter("number")
 
 
 @dataclass(frozen=True)
 class Ruleset:
     """Tables of ours in one namespace.
 
-    The frame is fixed. `sets` (their declarations) and `chains` (their rules, in order) come and
-    go; the frame reaches a chain of these by the elements of its verdict maps.
+    The frame is fixed; it reaches what is under it by the elements of its verdict maps. `shared`:
+    parts with sets and chains, few of which change; two of them may have the same set or element.
+    `parts`: elements that no other part has, as those of NICs, of which there are many.
     """
 
     tables: tuple[tuple[str, str], ...]  # (family, name)
     frame: str
-    elements: Elements = field(default_factory=dict)
-    sets: Mapping[SetKey, str] = field(default_factory=dict)
-    chains: Mapping[ChainKey, tuple[str, ...]] = field(default_factory=dict)
+    shared: frozenset[Part] = frozenset()
     parts: frozenset[Part] = frozenset()
 
     @cached_property
@@ -92,24 +104,35 @@ class Ruleset:
     @cached_property
     def digest(self) -> str:
         """Tells two rulesets apart, everything included."""
-        each = [self.frame]
-        each += sorted(f"{key}={what}" for key, what in self.sets.items())
-        each += sorted(f"{key}={what!r}" for key, what in self.chains.items())
-        each += _lines(self.elements)
-        # A sum does not depend on the order, and needs no sorting of what each part has said once.
-        total = sum(part.number for part in self.parts) % 2**_DIGEST_BITS
-        return digest("\n".join([*each, str(total)]))
+        # A sum does not depend on the order, and needs no look at what each part has said once.
+        total = sum(map(_numbered, self.shared)) + sum(map(_numbered, self.parts))
+        return digest(f"{self.frame}\n{total % 2**_DIGEST_BITS}")
+
+    @property
+    def elements(self) -> dict[SetKey, set[str]]:
+        """Return the elements of shared parts."""
+        return _merged(part.elements for part in self.shared)
+
+    @property
+    def sets(self) -> dict[SetKey, str]:
+        """Return what each set is that comes and goes."""
+        return {key: what for part in self.shared for key, what in part.sets.items()}
+
+    @property
+    def chains(self) -> dict[ChainKey, tuple[str, ...]]:
+        """Return the rules of each chain that comes and goes, in order."""
+        return {key: rules for part in self.shared for key, rules in part.chains.items()}
 
     def all_elements(self) -> dict[SetKey, set[str]]:
         """Return the elements of every set, wherever they come from."""
-        return _merged([self.elements, *(part.elements for part in self.parts)])
+        return _merged(part.elements for part in (*self.shared, *self.parts))
 
     def replacement(self) -> str:
         """Return one transaction that replaces whatever our tables hold now."""
-        lines = [*self.removal().splitlines(), self.frame]
+        lines, chains = [*self.removal().splitlines(), self.frame], self.chains
         lines += [f"add set {key} {{ {what} }}" for key, what in self.sets.items()]
-        lines += [f"add chain {key}" for key in self.chains]
-        lines += _filled(self.chains)
+        lines += [f"add chain {key}" for key in chains]
+        lines += _filled(chains)
         lines += _changes("add", self.all_elements())
         return "\n".join(lines) + "\n"
 
@@ -127,15 +150,24 @@ class Ruleset:
         It is a replacement where the frame, or what a set is, has changed. What is referred to
         is made first and goes last; an element leaves before one with its key comes.
         """
-        if self.frame != before.frame or self._redeclares(before):
+        gone = replace(before, shared=before.shared - self.shared, parts=before.parts - self.parts)
+        come = replace(self, shared=self.shared - before.shared, parts=self.parts - before.parts)
+        old_sets, new_sets, stay = gone.sets, come.sets, self.shared & before.shared
+        if self.frame != before.frame or _redeclared(old_sets, new_sets):
             return self.replacement()
-        gone_sets = before.sets.keys() - self.sets.keys()
-        gone_chains = before.chains.keys() - self.chains.keys()
-        changed = {k: rules for k, rules in self.chains.items() if before.chains.get(k) != rules}
-        removed, added = self._element_changes(before)
-        lines = [f"add set {k} {{ {self.sets[k]} }}" for k in self.sets if k not in before.sets]
-        lines += [f"add chain {key}" for key in changed if key not in before.chains]
-        lines += [f"flush chain {key}" for key in changed if key in before.chains]
+        held = {key for part in stay for key in part.sets}
+        removed, added = _element_changes(gone, come, stay)
+        old_chains, new_chains = gone.chains, come.chains
+        changed = {k: rules for k, rules in new_chains.items() if old_chains.get(k) != rules}
+        gone_sets = old_sets.keys() - new_sets.keys() - held
+        gone_chains = old_chains.keys() - new_chains.keys()
+        lines = [
+            f"add set {key} {{ {what} }}"
+            for key, what in new_sets.items()
+            if key not in old_sets and key not in held
+        ]
+        lines += [f"add chain {key}" for key in changed if key not in old_chains]
+        lines += [f"flush chain {key}" for key in changed if key in old_chains]
         lines += _filled(changed)
         lines += _changes("delete", {k: v for k, v in removed.items() if k not in gone_sets})
         lines += _changes("add", added)
@@ -144,16 +176,22 @@ class Ruleset:
         lines += [f"delete set {key}" for key in sorted(gone_sets, key=str)]
         return "".join(f"{line}\n" for line in lines)
 
-    def _redeclares(self, before: Ruleset) -> bool:
-        return any(before.sets.get(key, what) != what for key, what in self.sets.items())
 
-    def _element_changes(
-        self, before: Ruleset
-    ) -> tuple[dict[SetKey, set[str]], dict[SetKey, set[str]]]:
-        """Return what leaves and what comes; parts that are the same object are not looked at."""
-        old = _merged([before.elements, *(p.elements for p in before.parts - self.parts)])
-        new = _merged([self.elements, *(p.elements for p in self.parts - before.parts)])
-        return _without(old, new), _without(new, old)
+def _redeclared(old: Mapping[SetKey, str], new: Mapping[SetKey, str]) -> bool:
+    return any(old.get(key, what) != what for key, what in new.items())
+
+
+def _element_changes(
+    gone: Ruleset, come: Ruleset, stay: frozenset[Part]
+) -> tuple[dict[SetKey, set[str]], dict[SetKey, set[str]]]:
+    """Return what leaves and what comes; what a part that stays has as well does neither."""
+    old, new = gone.all_elements(), come.all_elements()
+    keys = old.keys() | new.keys()
+    held: dict[SetKey, set[str]] = {}
+    for part in stay:
+        for key in part.elements.keys() & keys:
+            held.setdefault(key, set()).update(part.elements[key])
+    return _without(_without(old, new), held), _without(_without(new, old), held)
 
 
 def _merged(each: Iterable[Elements]) -> dict[SetKey, set[str]]:
