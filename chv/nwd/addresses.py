@@ -16,6 +16,8 @@ from ipaddress import (
     IPv6Address,
     IPv6Network,
 )
+from itertools import filterfalse
+from operator import methodcaller
 
 from chv.common import names
 from chv.common.errors import InUse, InvalidArgument, ResourceExhausted
@@ -23,6 +25,7 @@ from chv.common.names import check_mac, shown
 
 PREFIX_MIN, PREFIX_MAX = 8, 30
 PREFIX6_MIN, PREFIX6_MAX = 64, 112
+_PACK4 = methodcaller("to_bytes", 4, "big")
 
 
 def check_subnet(text: str) -> IPv4Network:
@@ -105,14 +108,15 @@ def allocate(
     subnet: IPv4Network, gateway: IPv4Address, used: Collection[str], released: Sequence[str]
 ) -> str:
     """Return a free address: the lowest never used, else the one that is free longest."""
-    taken = {str(gateway), *used}
-    avoided = taken | set(released)
+    taken, free_again = {str(gateway), *used}, set(released)
     # At most one candidate more than there are addresses to avoid, however large the subnet.
     hosts, base = subnet.num_addresses - 2, int(subnet.network_address)
-    for number in range(base + 1, base + min(hosts, len(avoided) + 1) + 1):
-        candidate = socket.inet_ntoa(number.to_bytes(4, "big"))  # a tenth of what str() takes
-        if candidate not in avoided:
-            return candidate
+    count = min(hosts, len(taken) + len(free_again) + 1)
+    # A thousand times, so not by a loop, and not by str(), which takes ten times as long.
+    candidates = map(socket.inet_ntoa, map(_PACK4, range(base + 1, base + count + 1)))
+    fresh = filterfalse(free_again.__contains__, filterfalse(taken.__contains__, candidates))
+    for candidate in fresh:
+        return candidate
     for candidate in released:
         if candidate not in taken and IPv4Address(candidate) in subnet:
             return candidate

@@ -8,8 +8,7 @@ idempotent; errors are those of the parts, and none is kept back.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TypeAlias, assert_never, cast
 
 from chv.common.errors import NotFound
@@ -88,19 +87,14 @@ class Inner:
         assert self._maybe_blueprint is not None, "a removal makes nothing"
         return self._maybe_blueprint
 
-    def apply(self, each: Sequence[steps.Step]) -> None:
-        """Apply steps in order, in the namespace of this thread."""
-        with netlink.open_socket(netlink.ROUTE) as ask:
+    def apply(self, each: Sequence[steps.Step], asker: socket.socket | None = None) -> None:
+        """Apply steps in order, in the namespace of this thread and of `asker`."""
+        with netlink.route(asker) as ask:
             for step in each:
-                with self._points(step):
-                    self._apply(ask, cast(InnerStep, step))
-
-    @contextmanager
-    def _points(self, step: steps.Step) -> Iterator[None]:
-        name = step_name(step)
-        failpoint_sync(f"nwd.{self._verb}.before_{name}")
-        yield
-        failpoint_sync(f"nwd.{self._verb}.after_{name}")
+                name = step_name(step)
+                failpoint_sync(f"nwd.{self._verb}.before_{name}")
+                self._apply(ask, cast(InnerStep, step))
+                failpoint_sync(f"nwd.{self._verb}.after_{name}")
 
     def _apply(self, ask: socket.socket, step: InnerStep) -> None:
         match step:
@@ -119,9 +113,9 @@ class Inner:
             case steps.ClearShape(name=name, ifb=ifb):
                 tc.apply(name, Shaping(ifb=ifb), self._shaped)
             case steps.AddProxy(address=address):
-                neighbours.add_proxy(self._find(ask, BRIDGE).index, address)
+                neighbours.add_proxy(ask, self._find(ask, BRIDGE).index, address)
             case steps.DeleteProxy(address=address):
-                neighbours.delete_proxy(self._find(ask, BRIDGE).index, address)
+                neighbours.delete_proxy(ask, self._find(ask, BRIDGE).index, address)
             case steps.WriteFiles() | steps.TellDns() | steps.LoadRules():
                 self._apply_to_texts(step)
             case _:

@@ -6,12 +6,13 @@ lock and knows that its dnsmasq lives. None comes back where the whole network m
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from chv.nwd import runfiles
 from chv.nwd.blueprint import Blueprint
 from chv.nwd.inner import Inner, is_inner
-from chv.nwd.kernel import links, neighbours, netns, nft_generation, tc
+from chv.nwd.kernel import links, neighbours, netlink, netns, nft_generation, tc
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 from chv.nwd.observe import seen, standing_rules
@@ -41,26 +42,25 @@ class NicPass:
         return netns.visit(path, lambda: self._inside(inode))
 
     def _inside(self, inode: int) -> list[Step] | None:
-        found = self._links()
-        bridge = found.get(BRIDGE)
-        if bridge is None or not bridge.up:
-            return None
-        observed = self._observed(found, bridge, inode)
-        steps = plan_nic(self.blueprint.desired, observed, self._tap)
-        if not all(is_inner(step) for step in steps):
-            return None
-        Inner(self.parts, self.nic.network_id, self.blueprint, found, self.verb).apply(steps)
+        with netlink.open_socket(netlink.ROUTE) as ask:
+            found = links.read((BRIDGE, self._tap, self.parts.layout.ifb_of(self._tap)), ask)
+            bridge = found.get(BRIDGE)
+            if bridge is None or not bridge.up:
+                return None
+            observed = self._observed(ask, found, inode)
+            steps = plan_nic(self.blueprint.desired, observed, self._tap)
+            if not all(is_inner(step) for step in steps):
+                return None
+            work = Inner(self.parts, self.nic.network_id, self.blueprint, found, self.verb)
+            work.apply(steps, ask)
         return steps
 
     @property
     def _tap(self) -> str:
         return self.parts.layout.tap(self.nic.nic_id)
 
-    def _links(self) -> dict[str, Link]:
-        return links.read((BRIDGE, self._tap, self.parts.layout.ifb_of(self._tap)))
-
-    def _observed(self, found: dict[str, Link], bridge: Link, inode: int) -> ObservedNetwork:
-        parts, network_id = self.parts, self.nic.network_id
+    def _observed(self, ask: socket.socket, found: dict[str, Link], inode: int) -> ObservedNetwork:
+        parts, network_id, bridge = self.parts, self.nic.network_id, found[BRIDGE]
         directory = parts.layout.network_run(network_id)
         process = parts.workers.process(network_id)
         guests = [self.nic.address6] if self.nic.address6 else []
@@ -68,8 +68,8 @@ class NicPass:
         return ObservedNetwork(
             netns=NetnsState.PRESENT,
             links=seen(found, {}),
-            shapes=tc.read(found, shaped) if shaped else {},
-            proxies=neighbours.proxied(bridge.index, guests) if guests else frozenset(),
+            shapes=tc.read(found, shaped, ask) if shaped else {},
+            proxies=neighbours.proxied(ask, bridge.index, guests) if guests else frozenset(),
             rules=standing_rules(parts, network_id, (inode, nft_generation.read())),
             files=runfiles.files_digest_again(directory),
             told=runfiles.told(directory, process.worker_id) if process is not None else "",

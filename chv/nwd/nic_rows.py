@@ -27,8 +27,6 @@ from chv.nwd.members import Members
 from chv.nwd.records import Network, Nic, Records, Wanted
 from chv.nwd.topology import refuse_recorded_name
 
-TAPS_KEPT_MAX = 16384
-
 
 class NicRows:
     """Makes records of NICs."""
@@ -37,7 +35,6 @@ class NicRows:
         self._layout = layout
         self._records = records
         self._boot_id = boot_id
-        self._taps: dict[str, str] = {}
 
     def make(self, request: AttachVmNic, old: Nic | None, network: Network) -> Nic:
         """Return the record that a request leads to."""
@@ -95,15 +92,6 @@ class NicRows:
                 field="nic_id",
                 resource=owner,
             )
-
-    def _tap(self, nic_id: str) -> str:
-        """A name is asked for as often as there are NICs, at every attach."""
-        if len(self._taps) >= TAPS_KEPT_MAX:
-            self._taps.clear()
-        name = self._taps.get(nic_id)
-        if name is None:
-            name = self._taps[nic_id] = self._layout.tap(nic_id)
-        return name
 
     def _groups(self, request: AttachVmNic, network: Network) -> list[str]:
         """Return the groups, each once; they are of the network's tenant."""

@@ -151,7 +151,8 @@ def plan_nic(desired: DesiredNetwork, observed: ObservedNetwork, tap: str) -> li
         steps.append(DeleteLink(Place.INNER, tap))
     steps += _rules(desired, observed)
     proxied = {wanted.proxied} - {""} if wanted is not None else set()
-    steps += (DeleteProxy(address) for address in sorted(observed.proxies - desired.proxies))
+    if not observed.proxies <= proxied:
+        steps += (DeleteProxy(each) for each in sorted(observed.proxies - desired.proxies))
     steps += (AddProxy(address) for address in sorted(proxied - observed.proxies))
     if wanted is not None:
         steps += plan_tap(wanted, _without(observed, steps))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from chv.nwd import dnsmasq
 from chv.nwd.nft.ruleset import Applied
 
 RULES, TOLD = "rules.json", "told"
-_MODE = 0o640
+_MODE, _DIRECTORY_MODE = 0o640, 0o750
 _READ = (dnsmasq.HOSTS, dnsmasq.NAMES)
 # How the files of a network looked when they were written, and their digest.
 _WRITTEN: dict[Path, tuple[tuple[tuple[int, ...], ...], str]] = {}
@@ -40,9 +41,20 @@ def prepare_base(layout: Layout) -> Path:
 def prepare(layout: Layout, network_id: str) -> Path:
     """Make the directory of a network."""
     directory = layout.network_run(network_id)
-    prepare_base(layout)
-    ensure_dir(directory, mode=0o750, gid=layout.dns_uid)
+    if not _is_right(directory, layout.dns_uid):
+        prepare_base(layout)
+        ensure_dir(directory, mode=_DIRECTORY_MODE, gid=layout.dns_uid)
     return directory
+
+
+def _is_right(directory: Path, gid: int) -> bool:
+    """One look that is right nearly always: each attach needs the directory several times."""
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return False
+    owner, mode = (status.st_uid, status.st_gid), stat.S_IFDIR | _DIRECTORY_MODE
+    return status.st_mode == mode and owner == (0, gid)
 
 
 def replace(path: Path, text: str, gid: int) -> os.stat_result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from chv.nwd.shaping import UNSHAPED, Shaping
 
@@ -250,4 +251,9 @@ Step = (
 
 def step_name(step: Step) -> str:
     """Return `make_netns` for MakeNetns: the name in logs and failpoints."""
-    return _WORD.sub("_", type(step).__name__).lower()
+    return _name_of(type(step))
+
+
+@cache
+def _name_of(kind: type) -> str:
+    return _WORD.sub("_", kind.__name__).lower()

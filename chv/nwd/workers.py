@@ -8,9 +8,11 @@ Fails with Unavailable when it ends too often or does not come up.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections import defaultdict, deque
+from functools import lru_cache
 from pathlib import Path
 
 import anyio
@@ -46,6 +48,7 @@ READY_POLL_S = 0.002
 RETRY_S = 0.05
 STOP_GRACE_S = 1.0
 MEMORY_BYTES_MAX = 128 << 20
+PROGRAMS_KEPT_MAX = 8
 LOG_BYTES_MAX = 1 << 20
 _SIGHUP_BIT = 1 << (signal.SIGHUP - 1)
 _BOUND = (" 00000000:0043 ", ":0035 ")  # DHCP and DNS in /proc/PID/net/udp
@@ -261,8 +264,13 @@ def _program() -> str:
     path = shutil.which(dnsmasq.PROGRAM)
     if path is None:
         return ""
-    status = Path(path).stat()
-    return digest(f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}")
+    status = os.stat(path)  # noqa: PTH116  asked in every pass
+    return _mark(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(PROGRAMS_KEPT_MAX)
+def _mark(*words: int) -> str:
+    return digest(" ".join(map(str, words)))
 
 
 def _shorten(path: Path) -> None:

@@ -82,10 +82,10 @@ def read_all() -> dict[str, Link]:
     return {link.name: link for link in map(parse, bodies)}
 
 
-def read(names: Iterable[str]) -> dict[str, Link]:
+def read(names: Iterable[str], asker: socket.socket | None = None) -> dict[str, Link]:
     """Return those of the named links that exist."""
     found = {}
-    with translated("looking up links"), netlink.open_socket(netlink.ROUTE) as ask:
+    with translated("looking up links"), netlink.route(asker) as ask:
         for name in names:
             link = read_one(ask, name)
             if link is not None:

@@ -30,10 +30,10 @@ def proxied_all(link: int) -> frozenset[str]:
     return frozenset(address for each in bodies for address in _parse(each, link))
 
 
-def proxied(link: int, addresses: Iterable[str]) -> frozenset[str]:
+def proxied(asker: socket.socket, link: int, addresses: Iterable[str]) -> frozenset[str]:
     """Return which of the addresses a link answers for."""
     found = set()
-    with translated("looking up proxied addresses"), netlink.open_socket(netlink.ROUTE) as asker:
+    with translated("looking up proxied addresses"):
         for address in addresses:
             try:
                 netlink.ask(asker, netlink.message(_GET, 0, _request(link, address, 0)))
@@ -45,16 +45,16 @@ def proxied(link: int, addresses: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def add_proxy(link: int, address: str) -> None:
+def add_proxy(asker: socket.socket, link: int, address: str) -> None:
     """Answer for an address from now on."""
     flags = netlink.ACK | _CREATE | _REPLACE
-    with translated(f"proxying {address}"), netlink.open_socket(netlink.ROUTE) as asker:
+    with translated(f"proxying {address}"):
         netlink.ask(asker, netlink.message(_NEW, flags, _request(link, address)))
 
 
-def delete_proxy(link: int, address: str) -> None:
+def delete_proxy(asker: socket.socket, link: int, address: str) -> None:
     """Answer for it no longer; one that is gone already is fine."""
-    with translated(f"no longer proxying {address}"), netlink.open_socket(netlink.ROUTE) as asker:
+    with translated(f"no longer proxying {address}"):
         try:
             netlink.ask(asker, netlink.message(_DELETE, netlink.ACK, _request(link, address)))
         except OSError as error:

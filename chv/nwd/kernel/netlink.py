@@ -1,8 +1,7 @@
-"""Netlink messages as bytes, for the few questions that must be cheap. Sans-I/O but for `ask`.
+"""Netlink messages as bytes: all that nwd asks of the kernel. Sans-I/O but for `ask`.
 
-pyroute2 makes changes; reading a thousand links through it takes a second and a half. Here a
-message is taken apart only as far as its caller needs. Sockets belong to the namespace of the
-thread that opened them.
+A message is taken apart only as far as its caller needs. Sockets belong to the namespace of the
+thread that opened them. An answer that does not come within TIMEOUT_S is an OSError (EAGAIN).
 """
 
 from __future__ import annotations
@@ -12,26 +11,40 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 ROUTE, NETFILTER = 0, 12
 REQUEST, ACK, DUMP = 1, 4, 0x300
 ERROR, DONE = 2, 3
 RECEIVE_BUFFER_FORCE = 33  # SO_RCVBUFFORCE, which Python does not name
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5
 DUMP_ATTEMPTS_MAX = 5
 _INTERRUPTED = 0x10
 _TYPE_MASK = 0x3FFF
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
-_BUFFER_BYTES = 1 << 18
+# A list comes in pieces as large as the reader takes; any other answer is one small message.
+_LIST_BYTES, _ANSWER_BYTES = 1 << 18, 1 << 14
 
 
 def open_socket(protocol: int) -> socket.socket:
     """Return a socket that asks in the namespace of this thread, whoever uses it later."""
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     netlink = socket.socket(socket.AF_NETLINK, kind, protocol)
-    netlink.settimeout(TIMEOUT_S)
+    # By the kernel: a timeout of Python's would be one system call more for each of ours.
+    limit = struct.pack("@ll", TIMEOUT_S, 0)
+    netlink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     return netlink
+
+
+@contextmanager
+def route(asker: socket.socket | None = None) -> Iterator[socket.socket]:
+    """Yield `asker`, else a socket for questions about links, that ends with the block."""
+    if asker is not None:
+        yield asker
+        return
+    with open_socket(ROUTE) as own:
+        yield own
 
 
 def message(kind: int, flags: int, body: bytes) -> bytes:
@@ -61,21 +74,22 @@ def ask(netlink: socket.socket, request: bytes) -> list[bytes]:
     With ACK the answer may be empty and ends with the acknowledgement; without, it is one message.
     """
     flags = _HEADER.unpack_from(request)[2]
-    is_dump = flags & DUMP == DUMP
-    for _ in range(DUMP_ATTEMPTS_MAX if is_dump else 1):
-        bodies, interrupted = _ask_once(netlink, request, is_dump or bool(flags & ACK))
+    for _ in range(DUMP_ATTEMPTS_MAX if flags & DUMP == DUMP else 1):
+        bodies, interrupted = _ask_once(netlink, request, flags)
         if not interrupted:
             return bodies
     raise OSError(errno.EAGAIN, "the list keeps changing while it is read")
 
 
-def _ask_once(netlink: socket.socket, request: bytes, has_end: bool) -> tuple[list[bytes], bool]:
+def _ask_once(netlink: socket.socket, request: bytes, flags: int) -> tuple[list[bytes], bool]:
+    is_list = flags & DUMP == DUMP
+    has_end, size = is_list or bool(flags & ACK), _LIST_BYTES if is_list else _ANSWER_BYTES
     netlink.send(request)
     bodies: list[bytes] = []
     interrupted = False
     while True:
-        for kind, flags, body in messages(netlink.recv(_BUFFER_BYTES)):
-            interrupted = interrupted or bool(flags & _INTERRUPTED)
+        for kind, marks, body in messages(netlink.recv(size)):
+            interrupted = interrupted or bool(marks & _INTERRUPTED)
             if kind == DONE:
                 return bodies, interrupted
             if kind == ERROR:

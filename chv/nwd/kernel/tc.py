@@ -49,9 +49,11 @@ _GONE = (errno.ENOENT, errno.ENODEV, errno.EINVAL)
 
 
 # --- reading
-def read(found: Mapping[str, Link], ifbs: Mapping[str, str]) -> dict[str, SeenShape]:
+def read(
+    found: Mapping[str, Link], ifbs: Mapping[str, str], asker: socket.socket | None = None
+) -> dict[str, SeenShape]:
     """Return what those of the taps have that are there; `ifbs`: the ifb of each tap."""
-    with translated("reading queueing disciplines"), netlink.open_socket(netlink.ROUTE) as ask:
+    with translated("reading queueing disciplines"), netlink.route(asker) as ask:
         few = len(ifbs) <= 1
         names = [name for pair in ifbs.items() for name in pair]
         buckets, hooked = _buckets(ask, [found[n].index for n in names if n in found], few)
