@@ -19,7 +19,7 @@ struct table {
 enum { FADT_DSDT = 40, FADT_PM1_EVENT = 56, FADT_PM1_CONTROL = 64, FADT_TIMER = 76,
        FADT_PM1_EVENT_LEN = 88, FADT_RESET = 116, FADT_RESET_VALUE = 128, FADT_X_DSDT = 140,
        FADT_X_PM1_EVENT = 148, FADT_X_PM1_CONTROL = 172, FADT_X_TIMER = 208, FADT_SLEEP = 244 };
-enum { POWER_BUTTON = 0x100 };
+enum { POWER_BUTTON = 0x100, OP_NAME = 0x08, OP_EXTENDED = 0x5b, OP_REGION = 0x80 };
 
 struct acpi acpi;
 static struct table *dsdt;
@@ -109,32 +109,33 @@ static struct reg aml_region(const u8 *p) {
     return r;
 }
 
-/* Each name of interest holds an S or an H: found by scasb, which is one instruction when emulated. */
-static void find(char letter, void (*seen)(const u8 *letter)) {
+/*
+ * Call seen at each place of a byte in the DSDT. By scasb, which is one instruction when emulated;
+ * the bytes to look for are chosen to be rare.
+ */
+static void find(u8 byte, void (*seen)(const u8 *place)) {
     const u8 *p = (const u8 *)(dsdt + 1), *end = (const u8 *)dsdt + dsdt->len - 16;
     while (p < end) {
         u64 left = end - p;
         bool hit;
-        __asm__ volatile("repne scasb" : "+D"(p), "+c"(left), "=@ccz"(hit) : "a"(letter) : "memory");
+        __asm__ volatile("repne scasb" : "+D"(p), "+c"(left), "=@ccz"(hit) : "a"(byte) : "memory");
         if (!hit) break;
         seen(p - 1);
     }
 }
 
-static bool region(const u8 *name, const char *text) {
-    return name[-1] == 0x80 && name[-2] == 0x5b && starts((const char *)name, text);
+static void seen_operator(const u8 *p) {
+    if (p[1] != OP_REGION) return;
+    const char *name = (const char *)p + 2;
+    if (starts(name, "PCST")) acpi.pci = aml_region(p + 6);
+    if (starts(name, "GDST")) acpi.ged = aml_region(p + 6);
+    if (starts(name, "PRST")) acpi.cpus = aml_region(p + 6);
+    if (starts(name, "MHPR") || starts(name, "HPMR")) acpi.memory = aml_region(p + 6);
 }
 
-static void seen_s(const u8 *s) {
-    if (s[-2] == 0x08 && starts((const char *)s - 1, "_S5_")) acpi.s5 = aml_integer(s + 6);
-    if (region(s - 2, "PCST")) acpi.pci = aml_region(s + 2);
-    if (region(s - 2, "GDST")) acpi.ged = aml_region(s + 2);
-    if (region(s - 2, "PRST")) acpi.cpus = aml_region(s + 2);
-}
-
-static void seen_h(const u8 *h) {
-    if (region(h - 1, "MHPR")) acpi.memory = aml_region(h + 3);
-    if (region(h, "HPMR")) acpi.memory = aml_region(h + 4);
+/* NameOp "_S5_", PackageOp, length, count, first element (section 7.4.2). */
+static void seen_five(const u8 *p) {
+    if (p[-3] == OP_NAME && starts((const char *)p - 2, "_S5_")) acpi.s5 = aml_integer(p + 5);
 }
 
 void acpi_scan(void) {
@@ -142,8 +143,8 @@ void acpi_scan(void) {
         say("acpi dsdt_bytes=0");
         return;
     }
-    find('S', seen_s);
-    find('H', seen_h);
+    find(OP_EXTENDED, seen_operator);
+    find('5', seen_five);
     if (acpi.pm1_event.at && !acpi.ged.at)
         reg_write(acpi.pm1_event, acpi.pm1_event_bytes / 2, 2, POWER_BUTTON);
     say("acpi sleep=%lx pm1=%lx s5=%u reset=%lx ged=%lx pci=%lx cpus=%lx memory=%lx dsdt_bytes=%u",

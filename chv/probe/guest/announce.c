@@ -14,7 +14,8 @@ enum { PCI_DOWN = 4, PCI_EJECT = 8, PCI_SELECT = 16, BUS_SELECTS = 16 };
 enum { SELECT = 0, CPU_FLAGS = 4, MEMORY_FLAGS = 0x14, MEMORY_SLOTS = 8, CPUS_MAX = 255 };
 enum { ENABLED = 1, INSERTING = 2, REMOVING = 4, EJECT = 8 };
 
-static bool removals(u32 select) {
+/* Eject what the selected bus is asked to give up; whether there was anything. */
+static bool eject_from_bus(u32 select) {
     u32 down = reg_read(acpi.pci, PCI_DOWN, 4);
     for (u32 slot = 0; slot < 32; slot++) {
         if (!(down >> slot & 1)) continue;
@@ -25,16 +26,16 @@ static bool removals(u32 select) {
     return down;
 }
 
-static void eject_pci(void) {
-    if (!acpi.pci.at) return;
-    if (acpi.ged.at) {
-        removals(0);
-        return;
-    }
+/* QEMU numbers its buses by a property of the DSDT; which one it was shows when we look again. */
+static bool eject(void) {
+    if (!acpi.pci.at) return false;
+    if (acpi.ged.at) return eject_from_bus(0);
+    bool any = false;
     for (u32 select = 0; select < BUS_SELECTS; select++) {
         reg_write(acpi.pci, PCI_SELECT, 4, select);
-        removals(select);
+        any |= eject_from_bus(select);
     }
+    return any;
 }
 
 static void look_at_cpus(void) {
@@ -68,12 +69,12 @@ static void look_at_memory(void) {
 }
 
 static u32 qemu_announcements(void) {
-    eject_pci();
+    u32 seen = eject() ? EVENT_PCI : 0;
     look_at_cpus();
     look_at_memory();
-    if (!acpi.pm1_event.at || !(reg_read(acpi.pm1_event, 0, 2) & PM1_BUTTON)) return 0;
+    if (!acpi.pm1_event.at || !(reg_read(acpi.pm1_event, 0, 2) & PM1_BUTTON)) return seen;
     reg_write(acpi.pm1_event, 0, 2, PM1_BUTTON);
-    return EVENT_BUTTON;
+    return seen | EVENT_BUTTON;
 }
 
 u32 announcements(void) {
@@ -81,6 +82,6 @@ u32 announcements(void) {
     u32 seen = reg_read(acpi.ged, 0, 1);
     if (seen & GED_CPUS) look_at_cpus();
     if (seen & GED_MEMORY) look_at_memory();
-    if (seen & GED_PCI) eject_pci();
+    if (seen & GED_PCI) eject();
     return (seen & GED_BUTTON ? EVENT_BUTTON : 0) | (seen & GED_PCI ? EVENT_PCI : 0);
 }

@@ -1,6 +1,7 @@
 /*
  * PCI Express native hot-plug (PCI Express Base 3.0 sections 6.7 and 7.8.9 to 7.8.11), polled. A slot
- * is taken out of use without the five seconds in which a human may change his mind.
+ * is taken out of use without the five seconds in which a human may change his mind. A slot without
+ * the presence bit is left alone: QEMU's ACPI hot-plug puts devices into such slots.
  */
 #include "devices.h"
 #include "pci.h"
@@ -19,13 +20,12 @@ void slot_poll(u16 bridge, u8 bus) {
     u32 both = pci_read(bridge, at + SLOT_CONTROL);
     u16 control = both, status = both >> 16;
     bool on = !(control & CONTROL_POWER_OFF), button = status & STATUS_BUTTON;
-    u16 wanted = control & ~(CONTROL_INDICATOR | CONTROL_POWER_OFF);
-    if (status & STATUS_PRESENT && on && button && (control & CONTROL_INDICATOR) == INDICATOR_ON) {
+    u16 kept = control & ~(CONTROL_INDICATOR | CONTROL_POWER_OFF), wanted = kept | INDICATOR_ON;
+    if (!(status & STATUS_PRESENT)) return;
+    if (on && button && (control & CONTROL_INDICATOR) == INDICATOR_ON) {
         devices_release(bus << 8, "requested");
-        wanted |= CONTROL_POWER_OFF | INDICATOR_OFF;
+        wanted = kept | CONTROL_POWER_OFF | INDICATOR_OFF;
     }
-    else if (status & STATUS_PRESENT) wanted |= INDICATOR_ON;
-    else wanted |= CONTROL_POWER_OFF | INDICATOR_OFF;
     u16 seen = status & STATUS_EVENTS;           /* written back as ones: cleared */
     if (wanted != control || seen)
         pci_write(bridge, at + SLOT_CONTROL, (u32)seen << 16 | wanted);
