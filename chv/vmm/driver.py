@@ -158,6 +158,7 @@ class DriverProbe(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = ""
     version: str = ""
     reason: str = ""
+    auto: bool = True  # False: usable, but a VM must ask for it (no stock kernel came up)
     binary: str = ""  # absolute path of what was probed
     sha256: str = ""  # of that file
 

@@ -1,0 +1,1 @@
+"""The Cloud Hypervisor driver: HTTP over a Unix socket, and a file of events."""

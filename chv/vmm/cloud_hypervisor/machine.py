@@ -1,0 +1,137 @@
+"""One VM: its API, its journal, and what the two say together about its state.
+
+The API calls a VM that its guest powered off the same as one that never ran; the journal tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from chv.common.errors import ChvError, FailedPrecondition
+from chv.vmm.cloud_hypervisor import api, backends, spec
+from chv.vmm.cloud_hypervisor.api import Api, Info
+from chv.vmm.cloud_hypervisor.events import History
+from chv.vmm.cloud_hypervisor.journal import Journal
+from chv.vmm.cloud_hypervisor.refusals import NoVm, Refused
+from chv.vmm.driver import VmmState
+
+NOT_FOUND_SINCE = 53  # before, a missing VM is a failure like any other
+
+_STATES = {
+    "Running": VmmState.RUNNING,
+    "Paused": VmmState.PAUSED,
+    "Created": VmmState.CREATED,
+    "Shutdown": VmmState.CREATED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look at a VM showed. `info` is None where there is none."""
+
+    state: VmmState
+    info: Info | None
+    history: History
+
+    @property
+    def present(self) -> Info:
+        """The VM's description; FailedPrecondition where there is no VM."""
+        if self.info is None:
+            raise FailedPrecondition("the VMM has no VM yet", hint="create it")
+        return self.info
+
+
+class Machine:
+    """The VM whose own directory is `runtime_dir`."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
+        self.api = Api(spec.api_socket(runtime_dir))
+        self.journal = Journal(spec.events_file(runtime_dir))
+        self.version = ""
+
+    async def look(self) -> Seen:
+        """Ask for the state."""
+        info = await self._info()
+        history = self.journal.read()
+        if info is None:
+            return Seen(VmmState.EMPTY, None, history)
+        state = _STATES.get(info.state, VmmState.UNKNOWN)
+        if state is VmmState.RUNNING and history.stops_due:
+            self.journal.mark("undone")  # it was announced and never done
+        if state is VmmState.RUNNING and history.panicked:
+            state = VmmState.PANICKED
+        off = history.guest_off or (history.up and not history.stops_due)
+        if state is VmmState.CREATED and off:
+            state = VmmState.SHUTDOWN  # the event may come a moment after the state
+        return Seen(state, info, history)
+
+    async def _info(self) -> Info | None:
+        refused: ChvError | None = None
+        try:
+            return await self.api.info()
+        except NoVm:
+            return None
+        except Refused as error:
+            refused = error
+        if spec.major(await self.told_version()) < NOT_FOUND_SINCE:
+            return None
+        raise refused
+
+    async def told_version(self) -> str:
+        """Return the version that answers; asked for once."""
+        if not self.version:
+            self.version = (await self.api.ping()).version
+        return self.version
+
+    async def boot(self, seen: Seen) -> None:
+        """Build the VM and let it run. After a failure there is no VM any more: create it again."""
+        if seen.history.boot_begun:
+            await self.delete()
+            raise FailedPrecondition("an earlier boot failed half-way", hint="create the VM again")
+        backends.require_listening(seen.present)
+        refused: ChvError | None = None
+        try:
+            await self.api.put("vm.boot", limit_s=api.BOOT_S_MAX)
+        except Refused as error:
+            refused = error
+        if refused is not None:
+            await self.delete()  # its device lists may be gone: it would boot without a disk
+            raise FailedPrecondition(
+                refused.message, hint="the VM was removed from its VMM: create it again"
+            )
+
+    async def reboot(self, seen: Seen) -> None:
+        """Rebuild the running VM; as `boot`."""
+        backends.require_listening(seen.present)
+        refused: ChvError | None = None
+        try:
+            with self.journal.announced("reboot"):
+                await self.api.put("vm.reboot", limit_s=api.BOOT_S_MAX)
+        except Refused as error:
+            refused = error
+        if refused is not None:
+            await self.delete()
+            raise FailedPrecondition(
+                refused.message, hint="the VM was removed from its VMM: create it again"
+            )
+
+    async def stop(self) -> None:
+        """Cut the VM off; waits for no disk."""
+        with self.journal.announced("stop"):
+            await self.api.change("vm.shutdown")
+        self.journal.mark("reset")
+
+    async def delete(self) -> None:
+        """Let the VMM forget its VM. None there: no effect."""
+        self.journal.mark("making")
+        await self.api.change("vm.delete")
+        # Of a VM that never ran, the socket stays and would be in the way of the next.
+        (self.runtime_dir / spec.SERIAL_SOCKET).unlink(missing_ok=True)
+
+
+def require(verb: str, state: VmmState, *allowed: VmmState) -> None:
+    """Refuse what the state does not allow."""
+    if state not in allowed:
+        raise FailedPrecondition(f"{verb}: the VM is {state}, not {' or '.join(allowed)}")

@@ -1,0 +1,238 @@
+"""A real Cloud Hypervisor under the driver, with the probe guest; skips where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+from anyio.abc import SocketStream
+
+from chv.common.ids import Ids
+from chv.common.layout import Layout
+from chv.common.process import PlainProvider, SpawnSpec, WorkerRecord, terminate, wait_gone
+from chv.common.process.child import Child, start_child
+from chv.common.process.spec import Program
+from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
+from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig, VmmState
+from tests.helpers import wait_until
+
+PROBE = Path(__file__).parents[1] / "chv" / "probe" / "probe.elf"
+STOCK, TOLERANT = "CHV_CLOUD_HYPERVISOR", "CHV_CLOUD_HYPERVISOR_TOLERANT"
+
+
+def binary_of(variable: str = STOCK) -> str:
+    """Return the binary a developer named, or PATH's; skip where there is none."""
+    found = os.environ.get(variable, "")
+    if not found and variable == STOCK:
+        found = shutil.which("cloud-hypervisor") or ""
+    if not found:
+        pytest.skip(f"no Cloud Hypervisor: {variable} names none" + " and PATH holds none")
+    if os.geteuid() != 0:
+        pytest.skip("needs root: VMMs run under uids of their own")
+    if not Path("/dev/kvm").exists():
+        pytest.skip("no /dev/kvm")
+    return found
+
+
+@dataclass
+class Vm:
+    """One VMM process, its VM under `driver`."""
+
+    driver: CloudHypervisorDriver
+    base: Path
+    config: VmmConfig
+    record: WorkerRecord | None = None
+    serial: SocketStream | None = None
+    heard: bytearray = field(default_factory=bytearray)
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.config.runtime_dir)
+
+    @property
+    def pid(self) -> int:
+        assert self.record is not None
+        return self.record.pid
+
+    async def state(self) -> VmmState:
+        return (await self.driver.observe(self.dir)).state
+
+    async def becomes(self, expected: VmmState) -> None:
+        async def there() -> bool:
+            return await self.state() is expected
+
+        await wait_until(there, timeout_s=10, what=f"state {expected}")
+
+    async def create(self, nic_fds: dict[str, Sequence[int]] | None = None) -> None:
+        await self.driver.create(self.dir, self.config, nic_fds or {})
+        self.serial = await anyio.connect_unix(self.driver.serial_socket(self.dir))
+
+    async def start(self, nic_fds: dict[str, Sequence[int]] | None = None) -> None:
+        await self.create(nic_fds)
+        await self.driver.boot(self.dir)
+        await self.says(b"ready ")
+
+    async def hear(self) -> None:
+        """Connect to the serial port again: the VMM makes it anew at each reset."""
+        if self.serial is not None:
+            await self.serial.aclose()
+        self.heard.clear()
+        self.serial = await anyio.connect_unix(self.driver.serial_socket(self.dir))
+
+    async def says(self, text: bytes, timeout_s: float = 10) -> bytes:
+        """Return what the guest printed up to `text`, which is taken out."""
+        assert self.serial is not None
+        with anyio.move_on_after(timeout_s):
+            while text not in self.heard:
+                self.heard += await self.serial.receive()
+            end = self.heard.index(text) + len(text)
+            said = bytes(self.heard[:end])
+            del self.heard[:end]
+            return said
+        raise AssertionError(f"no {text!r} in {bytes(self.heard)[-2000:]!r}")
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    async def gone(self, timeout_s: float = 10) -> None:
+        assert self.record is not None
+        with anyio.fail_after(timeout_s):
+            await wait_gone(self.record)
+
+    def log(self) -> str:
+        return (self.base / "vmm.log").read_text()
+
+
+@asynccontextmanager
+async def open_world() -> AsyncIterator[World]:
+    """A directory that the VM's uid may pass through, and everything in it, gone afterwards."""
+    base = Path(tempfile.mkdtemp(prefix="chv-ch-"))
+    base.chmod(0o711)
+    try:
+        async with AsyncExitStack() as stack:
+            yield World(base, stack)
+    finally:
+        shutil.rmtree(base)
+
+
+class World:
+    """Makes VMs and back ends; ends them."""
+
+    def __init__(self, base: Path, stack: AsyncExitStack) -> None:
+        self.base = base
+        self.stack = stack
+        self.layout = Layout("chtest", run_root=base / "r", state_root=base / "s")
+        self.provider = PlainProvider(self.layout)
+
+    async def vm(
+        self,
+        name: str = "a",
+        *,
+        binary: str = "",
+        cmdline: str = "",
+        disks: tuple[DiskConfig, ...] = (),
+        nics: tuple[NicConfig, ...] = (),
+        **more: object,
+    ) -> Vm:
+        """Spawn a VMM that has no VM yet."""
+        driver = CloudHypervisorDriver((binary or binary_of(),))
+        home = self.base / name
+        uid = Ids().uid()
+        config = VmmConfig(
+            vm_id=uid,
+            uuid=uid,
+            name=name,
+            worker_id=self.layout.worker_id("vmm", uid, Ids().nonce()),
+            cpus=1,
+            memory_bytes=64 << 20,
+            kernel=str(self.guest()),
+            cmdline=cmdline,
+            disks=disks,
+            nics=nics,
+            runtime_dir=str(home / "vmm"),
+            save_dir=str(home / "save"),
+        )
+        config = msgspec.structs.replace(config, **more)
+        home.mkdir(mode=0o711)
+        for directory in (home / "vmm", home / "save"):
+            directory.mkdir(mode=0o700)
+        vm = Vm(driver, home, config)
+        await self.spawn(vm)
+        return vm
+
+    async def spawn(self, vm: Vm) -> None:
+        """Start the VMM as the agent does: root makes what it inherits."""
+        launch = vm.driver.launch(vm.config)
+        with ExitStack() as opened:
+            fds = {}
+            for number, path in launch.listeners.items():
+                Path(path).unlink(missing_ok=True)
+                listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(path)
+                Path(path).chmod(0o600)
+                listener.listen(8)
+                fds[number] = listener.fileno()
+            for number, path in launch.appended.items():
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+                fds[number] = os.open(path, flags, 0o600)
+                opened.callback(os.close, fds[number])
+            vm.record = await self.provider.spawn(
+                SpawnSpec(
+                    worker_id=vm.config.worker_id,
+                    argv=launch.argv,
+                    environment=launch.environment,
+                    fds=fds,
+                    groups=launch.groups,
+                    log_path=str(vm.base / "vmm.log"),
+                )
+            )
+        self.stack.push_async_callback(terminate, vm.record, grace_s=0)
+        self.stack.push_async_callback(self._end, vm)
+
+    async def _end(self, vm: Vm) -> None:
+        if vm.serial is not None:
+            await vm.serial.aclose()
+        await vm.driver.close(vm.dir)
+
+    def guest(self) -> Path:
+        """Return the probe guest where the VM's uid can read it."""
+        found = Path(os.environ.get("CHV_TEST_PROBE_GUEST", "") or PROBE)
+        if not found.exists():
+            pytest.skip(f"no probe guest at {found}")
+        copy = self.base / "probe.elf"
+        if not copy.exists():
+            shutil.copy(found, copy)
+            copy.chmod(0o644)
+        return copy
+
+    async def serve(self, name: str) -> tuple[DiskConfig, Child]:
+        """Serve an empty disk of 8 MiB."""
+        if shutil.which("qemu-storage-daemon") is None:
+            pytest.skip("qemu-storage-daemon is not installed")
+        path, image = self.base / f"{name}.sock", self.base / f"{name}.raw"
+        with image.open("ab") as file:
+            file.truncate(8 << 20)
+        ready = path.with_suffix(".pid")
+        ready.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raw = f"driver=file,node-name=n,filename={image},locking=off"
+        export = f"vhost-user-blk,id=e,node-name=n,addr.type=unix,addr.path={path},writable=on"
+        argv = ("qemu-storage-daemon", "--blockdev", raw, "--export", export)
+        child = await start_child(Program(argv=(*argv, "--pidfile", str(ready))))
+        self.stack.push_async_callback(child.terminate, grace_s=0)
+        await wait_until(ready.exists, what="storage daemon")
+        path.chmod(0o666)
+        return DiskConfig(id=name, kind="vhost-user-blk", path=str(path)), child
+
+
+__all__ = ["STOCK", "TOLERANT", "Vm", "World", "binary_of", "open_world"]
