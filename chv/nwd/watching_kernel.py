@@ -248,7 +248,19 @@ class KernelWatch:
         except Exception as error:  # noqa: BLE001  the firewall of one network
             log.warning("change_not_repaired", network_id=key, error=error)
 
+    def _is_own_doing(self, network_id: str) -> bool:
+        """Tell whether nothing was told but rules, and those no newer than what we loaded."""
+        told, loaded = self._case(network_id).told, self._parts.loaded.get(network_id)
+        return (
+            loaded is not None
+            and told.generation <= loaded.applied.generation
+            and told == Tidings(generation=told.generation)
+        )
+
     async def _look(self, network_id: str) -> None:
+        if self._is_own_doing(network_id):
+            self._case(network_id).gathered()
+            return  # after each change of ours: no reason to look at a thousand NICs
         async with self._locks.hold(network_id):
             self._read(network_id)  # what we did ourselves has been told by now, all of it
             self._read(HOST)
