@@ -1,9 +1,9 @@
 """How `probe.elf` is built from `guest/`, as argv lists; pure.
 
-Same compiler, same bytes: sources in the order of their names, no debug information, no build id, no
-symbols, no paths. Whoever runs the commands (`nox -s probe`, the test of the shipped ELF) sees a
-failed one by its exit status; another compiler than the stated one builds a working probe with other
-bytes, so compare only where `COMPILER_VERSION` and `LINKER_VERSION` match.
+Same compiler, same bytes: sources in the order of their names, no debug information, no build id,
+no symbols, no paths. Whoever runs the commands (`nox -s probe`, the test of the shipped ELF) sees a
+failed one by its exit status. Another compiler builds a working probe with other bytes: compare
+only where `COMPILER_VERSION` and `LINKER_VERSION` match.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _compile(source: Path, build: Path) -> list[str]:
 
 
 def commands(directory: Path, build: Path, output: Path) -> list[list[str]]:
-    """Return the commands that build `output` from the sources in `directory`, by way of `build`."""
+    """Return the commands that build `output` from `directory`; objects go to `build`."""
     found = sources(directory)
     objects = [str(_object(source, build)) for source in found]
     script = f"-Wl,-T,{directory / 'link.ld'},{_LINKER_FLAGS}"

@@ -71,7 +71,7 @@ void plan_start(struct disk *d, const char *text) {
     if (!d->active) return;
     if (!d->plan.sectors) return refuse(d, "too-small");
     if (d->phase == OP_WRITE && d->device.features & BLK_RO) return refuse(d, "read-only");
-    say("disk-plan disk=%u plan=%s first=%lu sectors=%lu seed=%lu depth=%lu from=%lu", d->index,
+    say("disk-planned disk=%u plan=%s first=%lu sectors=%lu seed=%lu depth=%lu from=%lu", d->index,
         names[d->plan.kind], d->plan.first, d->plan.sectors, d->plan.seed, d->plan.depth,
         d->plan.from);
 }
