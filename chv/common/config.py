@@ -103,10 +103,15 @@ class StorageConfig(_Table, frozen=True):
 
 
 class VmmConfig(_Table, frozen=True):
-    """`[vmm]`: which virtual machine monitor; an empty binary is looked for in PATH."""
+    """`[vmm]`: which virtual machine monitor; an empty binary is looked for in PATH.
+
+    Of several versions of Cloud Hypervisor the first that works is for new VMs; a VM keeps the
+    one it was given.
+    """
 
     driver: Literal["auto", "cloud-hypervisor", "qemu", "fake"] = "auto"
     qemu_binary: PathText = ""
+    cloud_hypervisor_binary: Annotated[list[PathText], Meta(max_length=16)] = []
     kvm: Literal["auto", "off"] = "auto"
 
 
@@ -233,6 +238,8 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
         yield f"storage.allowed_paths[{index}]", path
     if config.vmm.qemu_binary:
         yield "vmm.qemu_binary", config.vmm.qemu_binary
+    for index, path in enumerate(config.vmm.cloud_hypervisor_binary):
+        yield f"vmm.cloud_hypervisor_binary[{index}]", path
 
 
 def _check_absolute(path: str, field: str) -> None:

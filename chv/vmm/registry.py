@@ -6,8 +6,10 @@ changes later. Which one a new VM gets is `select`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
+from chv.vmm.cloud_hypervisor.probe import candidates
 from chv.vmm.driver import VmmDriver
 from chv.vmm.fake_driver import FakeDriver
 from chv.vmm.qemu.driver import QemuDriver
@@ -16,10 +18,19 @@ QEMU_BINARY = "qemu-system-x86_64"
 
 
 def make_drivers(
-    *, qemu_binary: str = "", kvm: str = "auto", environment: Mapping[str, str] | None = None
+    *,
+    qemu_binary: str = "",
+    cloud_hypervisor_binary: Sequence[str] = (),
+    kvm: str = "auto",
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, VmmDriver]:
-    """Return every driver by its name; `environment` may hold the fake's behaviour."""
+    """Return every driver by its name.
+
+    `environment` may hold the fake's behaviour, and binaries that come before the configured.
+    """
+    binaries = candidates(cloud_hypervisor_binary, environment)
     drivers: tuple[VmmDriver, ...] = (
+        CloudHypervisorDriver(binaries, kvm=kvm),
         QemuDriver(qemu_binary or QEMU_BINARY, kvm=kvm),
         FakeDriver.from_environment(environment or {}),
     )

@@ -17,10 +17,6 @@ AUTO = "auto"
 PREFERENCE = ("cloud-hypervisor", "qemu")
 OVERRIDE_VARIABLE = "CHV_VMM"
 
-CLOUD_HYPERVISOR_PROBE = DriverProbe(
-    driver="cloud-hypervisor", usable=False, reason="driver not in this version"
-)
-
 
 def configured(config_driver: str, environment: Mapping[str, str]) -> str:
     """Return the node's driver setting; the environment overrides the file."""
@@ -29,16 +25,17 @@ def configured(config_driver: str, environment: Mapping[str, str]) -> str:
 
 def choose(config_driver: str, spec_choice: str, probes: Iterable[DriverProbe]) -> tuple[str, str]:
     """Return (driver name, reason) for a VM that asks for `spec_choice`."""
-    known = {CLOUD_HYPERVISOR_PROBE.driver: CLOUD_HYPERVISOR_PROBE}
-    known |= {probe.driver: probe for probe in probes}
+    known = {probe.driver: probe for probe in probes}
     if config_driver == FAKE:
         return FAKE, "this node is configured for the fake driver"
     candidates, why = _candidates(config_driver, spec_choice)
+    passed_by: list[str] = []
     for name in candidates:
         probe = known.get(name)
-        if probe is not None and probe.usable:
-            return name, _reason(probe, why)
-    seen = "; ".join(f"{name}: {_refusal(known.get(name))}" for name in candidates)
+        if probe is not None and probe.usable and (probe.auto or len(candidates) == 1):
+            return name, "; ".join([_reason(probe, why), *passed_by])
+        passed_by.append(f"{name}: {_refusal(probe)}")
+    seen = "; ".join(passed_by)
     raise Unsupported(f"no usable VMM: {seen}", field="spec.vmm")
 
 

@@ -107,7 +107,7 @@ async def test_damaged_cache_is_probed_anew(tmp_path: Path) -> None:
 
 
 async def test_unusable_choice_says_why(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="not in this version"):
+    with pytest.raises(Unsupported, match="not probed"):
         await make(Driver(), tmp_path, VmmConfig(kvm="off")).select(VmmChoice.CLOUD_HYPERVISOR)
 
 

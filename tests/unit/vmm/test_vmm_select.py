@@ -12,6 +12,10 @@ from chv.vmm.select import choose, configured
 QEMU = DriverProbe(driver="qemu", usable=True, accelerator="tcg", reason="no /dev/kvm")
 NO_QEMU = DriverProbe(driver="qemu", usable=False, reason="not in PATH")
 CLOUD = DriverProbe(driver="cloud-hypervisor", usable=True, accelerator="kvm")
+NO_CLOUD = DriverProbe(driver="cloud-hypervisor", usable=False, reason="no KVM")
+ASKED_FOR = DriverProbe(
+    driver="cloud-hypervisor", usable=True, auto=False, reason="a stock kernel dies"
+)
 
 
 def test_auto_takes_the_first_usable_one_in_order_of_preference() -> None:
@@ -27,8 +31,18 @@ def test_the_reason_names_accelerator_and_what_was_seen() -> None:
 
 def test_a_vm_that_asks_for_a_driver_gets_it_or_an_error_with_the_reason() -> None:
     assert choose("auto", "qemu", [QEMU, CLOUD])[0] == "qemu"
-    with pytest.raises(Unsupported, match="cloud-hypervisor: driver not in this version"):
-        choose("auto", "cloud-hypervisor", [QEMU])
+    with pytest.raises(Unsupported, match="cloud-hypervisor: no KVM"):
+        choose("auto", "cloud-hypervisor", [QEMU, NO_CLOUD])
+
+
+def test_auto_passes_by_what_runs_no_stock_kernel_and_says_why() -> None:
+    name, reason = choose("auto", "auto", [ASKED_FOR, QEMU])
+    assert name == "qemu"
+    assert "cloud-hypervisor: a stock kernel dies" in reason
+    assert choose("auto", "cloud-hypervisor", [ASKED_FOR, QEMU])[0] == "cloud-hypervisor"
+    assert choose("cloud-hypervisor", "auto", [ASKED_FOR, QEMU])[0] == "cloud-hypervisor"
+    with pytest.raises(Unsupported, match="a stock kernel dies"):
+        choose("auto", "auto", [ASKED_FOR, NO_QEMU])
 
 
 def test_the_nodes_own_choice_binds_vms_that_ask_for_nothing() -> None:
@@ -39,9 +53,9 @@ def test_the_nodes_own_choice_binds_vms_that_ask_for_nothing() -> None:
 
 def test_with_nothing_usable_every_reason_is_named() -> None:
     with pytest.raises(Unsupported) as caught:
-        choose("auto", "auto", [NO_QEMU])
+        choose("auto", "auto", [NO_CLOUD, NO_QEMU])
     assert "not in PATH" in str(caught.value)
-    assert "not in this version" in str(caught.value)
+    assert "no KVM" in str(caught.value)
     assert caught.value.field == "spec.vmm"
 
 
@@ -62,7 +76,16 @@ def test_the_environment_overrides_the_configuration() -> None:
 
 
 async def test_every_driver_that_may_be_stored_with_a_vm_is_made() -> None:
-    drivers = make_drivers(qemu_binary="/opt/qemu", environment={"CHV_FAKE": '{"boot_s": 2}'})
-    assert set(drivers) == {"qemu", "fake"}
+    environment = {"CHV_FAKE": '{"boot_s": 2}', "CHV_CLOUD_HYPERVISOR": "/opt/ch-b:/opt/ch-c"}
+    drivers = make_drivers(
+        qemu_binary="/opt/qemu",
+        cloud_hypervisor_binary=["/opt/ch-a"],
+        environment=environment,
+    )
+    assert set(drivers) == {"cloud-hypervisor", "qemu", "fake"}
     seen = await drivers["qemu"].probe(None)
     assert "/opt/qemu" in seen.reason
+    seen = await drivers["cloud-hypervisor"].probe(None)
+    assert "/opt/ch-b" in seen.reason
+    assert "/opt/ch-c" in seen.reason
+    assert "/opt/ch-a" not in seen.reason
