@@ -100,12 +100,20 @@ class VmmPort(Protocol):
         """Ask the monitor; Unavailable or DeadlineExceeded where it is silent."""
         ...
 
+    async def create(self, vm: VmHandle, config: VmmConfig) -> None:
+        """Make the VM in a VMM that was started without one. There already: no effect."""
+        ...
+
     async def boot(self, vm: VmHandle) -> None:
         """Let the vCPUs of a created VM run. Already running: no effect."""
         ...
 
     async def pause(self, vm: VmHandle) -> None:
         """Stop the vCPUs and read back that they stand. Already paused: no effect."""
+        ...
+
+    async def halt(self, vm: VmHandle) -> None:
+        """Let no vCPU run on, whatever its disks do; for a guest that is to be reset."""
         ...
 
     async def resume(self, vm: VmHandle) -> None:

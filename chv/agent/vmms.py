@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -34,11 +34,14 @@ from chv.vmm.driver import (
     Launch,
     NicConfig,
     PluggedDisk,
+    VmmConfig,
     VmmDriver,
     VmmObservation,
 )
+from chv.vmm.handing import handed_over
 
 VMM_LOG = "vmm.log"
+KVM_DEVICE = Path("/dev/kvm")
 SOCKET_TIMEOUT_S = 5.0
 SOCKET_POLL_S = 0.005
 
@@ -82,23 +85,29 @@ class Vmms:
         """Open the taps, start the process, give it the descriptors."""
         vm, config = request.vm, request.config
         launch = self._driver(vm).launch(config)
+        async with self._taps(launch.nic_fds) as taps:
+            await failpoint("agent.vmm.spawn.taps_open")
+            with handed_over(launch) as files:
+                return await self._provider.spawn(self._spawn_spec(request, launch, taps, files))
+
+    @asynccontextmanager
+    async def _taps(self, nic_ids: Iterable[str]) -> AsyncIterator[dict[str, list[int]]]:
+        """Open the taps of NICs, each of its queues."""
         opened: dict[str, list[int]] = {}
         try:
-            for nic_id in launch.nic_fds:
-                opened[nic_id] = await self._open_tap(nic_id)
-            await failpoint("agent.vmm.spawn.taps_open")
-            record = await self._provider.spawn(self._spawn_spec(request, launch, opened))
+            for nic_id in nic_ids:
+                _, opened[nic_id] = await self._nwd.call_fds(OPEN_NIC, OpenVmNic(nic_id=nic_id))
+            yield opened
         finally:
             for fd in chain.from_iterable(opened.values()):
                 os.close(fd)
-        return record
-
-    async def _open_tap(self, nic_id: str) -> list[int]:
-        _, fds = await self._nwd.call_fds(OPEN_NIC, OpenVmNic(nic_id=nic_id))
-        return fds
 
     def _spawn_spec(
-        self, request: SpawnRequest, launch: Launch, opened: Mapping[str, Sequence[int]]
+        self,
+        request: SpawnRequest,
+        launch: Launch,
+        taps: Mapping[str, Sequence[int]],
+        files: Mapping[int, int],
     ) -> SpawnSpec:
         vm, config = request.vm, request.config
         uid = 0 if launch.keep_root else self._layout.vmm_uid(vm.slot)
@@ -112,8 +121,10 @@ class Vmms:
             fds={
                 number: fd
                 for nic_id, numbers in launch.nic_fds.items()
-                for number, fd in zip(numbers, _of_nic(nic_id, numbers, opened), strict=True)
-            },
+                for number, fd in zip(numbers, _of_nic(nic_id, numbers, taps), strict=True)
+            }
+            | dict(files),
+            own_devices=(str(KVM_DEVICE),) if launch.private_kvm else (),
             log_path=str(self._layout.vm_state(vm.uid) / VMM_LOG),
             cgroup=f"{WORKER_KIND}-{self._layout.vm(vm.uid).name}",
         )
@@ -144,11 +155,16 @@ class Vmms:
 
     async def cleanup(self, vm: VmHandle, record: WorkerRecord | None) -> None:
         """Remove the sockets and the cgroup of a dead VMM."""
+        runtime_dir = self._layout.vmm(vm.uid)
+        kept: tuple[Path, ...] = ()
         if vm.driver:
-            await self._driver(vm).close(self._layout.vmm(vm.uid))
+            driver = self._driver(vm)
+            await driver.close(runtime_dir)
+            kept = driver.kept_files(runtime_dir)
         if record is not None:
             await self._provider.cleanup(record)
-        await anyio.to_thread.run_sync(_empty_directory, self._layout.vmm(vm.uid))
+        await anyio.to_thread.run_sync(_empty_directory, runtime_dir)
+        await anyio.to_thread.run_sync(_unlink, kept)
 
     async def remove(self, vm: VmHandle) -> None:
         """Remove the VM's directories."""
@@ -160,6 +176,13 @@ class Vmms:
         """Ask the monitor."""
         return await self._driver(vm).observe(self._layout.vmm(vm.uid))
 
+    async def create(self, vm: VmHandle, config: VmmConfig) -> None:
+        """Make the VM in a VMM that was started without one."""
+        driver, runtime_dir = self._driver(vm), self._layout.vmm(vm.uid)
+        async with self._taps(nic.id for nic in config.nics) as taps:
+            await failpoint("agent.vmm.create.taps_open")
+            await driver.create(runtime_dir, config, taps)
+
     async def boot(self, vm: VmHandle) -> None:
         """Let a created VM run."""
         await self._driver(vm).boot(self._layout.vmm(vm.uid))
@@ -167,6 +190,10 @@ class Vmms:
     async def pause(self, vm: VmHandle) -> None:
         """Stop the vCPUs."""
         await self._driver(vm).pause(self._layout.vmm(vm.uid))
+
+    async def halt(self, vm: VmHandle) -> None:
+        """Let no vCPU run on."""
+        await self._driver(vm).halt(self._layout.vmm(vm.uid))
 
     async def resume(self, vm: VmHandle) -> None:
         """Let them run on."""
@@ -210,13 +237,9 @@ class Vmms:
         if nic.id in await driver.nics(runtime_dir):
             return
         await driver.drop_nic(runtime_dir, nic.id)
-        fds = await self._open_tap(nic.id)
-        try:
+        async with self._taps((nic.id,)) as taps:
             await failpoint("agent.vmm.add_nic.tap_open")
-            await driver.add_nic(runtime_dir, nic, fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
+            await driver.add_nic(runtime_dir, nic, taps[nic.id])
 
     async def remove_nic(self, vm: VmHandle, nic_id: str) -> None:
         """Unplug a NIC."""
@@ -264,10 +287,10 @@ class Vmms:
 
 
 def _of_nic(
-    nic_id: str, numbers: Sequence[int], opened: Mapping[str, Sequence[int]]
+    nic_id: str, numbers: Sequence[int], taps: Mapping[str, Sequence[int]]
 ) -> Sequence[int]:
     """Return the NIC's descriptors, as many as the VMM is told of."""
-    fds = opened[nic_id]
+    fds = taps[nic_id]
     if len(fds) != len(numbers):
         raise Conflict(
             f"the NIC has {len(fds)} queues by now, and the VM was made for {len(numbers)}",
@@ -281,6 +304,11 @@ def _empty_directory(directory: Path) -> None:
     with suppress(FileNotFoundError):
         for entry in directory.iterdir():
             entry.unlink(missing_ok=True)
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _remove_tree(path: Path) -> None:

@@ -44,6 +44,7 @@ class SimProcess:
     obedient: bool
     alive: bool = True
     state: VmmState = VmmState.CREATED
+    halts_for_good: bool = False  # as Cloud Hypervisor: what is halted can only boot again
     button_at: float = -1.0
     boots: int = 0
     resets: int = 0
@@ -134,7 +135,10 @@ class SimHost:
         """The storage daemon of a VM dies under it."""
         self.stord.lose_backend(vm_uid)
         process = self.live(vm_uid)
-        if process is not None and process.disks:  # without one it has lost nothing
+        if process is None or not process.disks:
+            return  # without one it has lost nothing
+        stands = process.state in (VmmState.EMPTY, VmmState.CREATED)
+        if not (process.halts_for_good and stands):  # such a one connects only when it boots
             process.reset_due = True
 
     def settle(self, process: SimProcess) -> None:
@@ -199,9 +203,30 @@ class SimHost:
         process.state = VmmState.RUNNING
         process.ran_at = self.now()
 
+    def create(self, vm_uid: str, config: VmmConfig) -> None:
+        """Make the VM in a VMM that has none yet."""
+        process = self.monitor(vm_uid)
+        if process.state is VmmState.EMPTY:
+            if config.worker_id != process.config.worker_id:
+                self.violate(f"{vm_uid} was made of another incarnation's configuration")
+            process.state = VmmState.CREATED
+
+    def halt(self, vm_uid: str) -> None:
+        """Stop the vCPUs, or cut them off."""
+        process = self.monitor(vm_uid)
+        if process.state not in (VmmState.RUNNING, VmmState.PAUSED):
+            return
+        process.state = VmmState.CREATED if process.halts_for_good else VmmState.PAUSED
+        if process.halts_for_good:
+            process.reset_due = False  # no vCPU of that boot runs on
+            process.frozen = False
+            _eject(process)
+
     def reset(self, vm_uid: str) -> None:
         """Reset in place."""
         process = self.monitor(vm_uid)
+        if process.state is VmmState.EMPTY:
+            raise FailedPrecondition("the VM is empty")
         process.resets += 1
         process.frozen = False
         _eject(process)
@@ -302,10 +327,14 @@ class SimVmms:
     async def spawn(self, request: SpawnRequest) -> WorkerRecord:
         obedient = self._chaos.random.random() < 0.7
         clings = 0 if self._chaos.quiet else self._chaos.random.choice((0, 1, 2))
+        two_phases = self._chaos.random.random() < 0.5
 
         def effect() -> WorkerRecord:
             made = self._host.spawn(request, obedient)
-            self._host.processes[made.pid].clings = clings
+            process = self._host.processes[made.pid]
+            process.clings = clings
+            if two_phases:
+                process.state, process.halts_for_good = VmmState.EMPTY, True
             return made
 
         record = await self._do("spawn", effect)
@@ -344,6 +373,9 @@ class SimVmms:
         assert isinstance(seen, VmmObservation)
         return seen
 
+    async def create(self, vm: VmHandle, config: VmmConfig) -> None:
+        await self._do("create", lambda: self._host.create(vm.uid, config))
+
     async def boot(self, vm: VmHandle) -> None:
         await self._do("boot", lambda: self._host.run(vm.uid))
 
@@ -354,6 +386,9 @@ class SimVmms:
                 process.state = VmmState.PAUSED
 
         await self._do("pause", effect)
+
+    async def halt(self, vm: VmHandle) -> None:
+        await self._do("halt", lambda: self._host.halt(vm.uid))
 
     async def resume(self, vm: VmHandle) -> None:
         await self._do("resume", lambda: self._host.run(vm.uid))

@@ -119,6 +119,8 @@ class Applier:
         """The effects on a VMM that is there."""
         port, vm = self._context.world.vmm, self._handle
         match step:
+            case steps.CreateStep():
+                await port.create(vm, self._row.config)
             case steps.AttachConsoleStep():
                 await port.attach_console(vm)
             case steps.BootStep():
@@ -131,6 +133,8 @@ class Applier:
                 await port.reset(vm)
             case steps.PauseStep():
                 await port.pause(vm)
+            case steps.HaltStep():
+                await port.halt(vm)
             case steps.RecoverBackendStep():
                 await self._recover_backend()
             case steps.AwaitDisksStep():

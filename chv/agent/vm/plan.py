@@ -39,10 +39,12 @@ from chv.agent.vm.steps import (
     AwaitDisksStep,
     BootStep,
     CleanupStep,
+    CreateStep,
     DetachNicStep,
     EnsureSeedStep,
     FinishDeleteStep,
     ForgetWorkerStep,
+    HaltStep,
     MarkRecoveringStep,
     PauseStep,
     PrepareStep,
@@ -154,7 +156,12 @@ def _start(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     else:
         steps += missing_disks(desired.disks, observed.attached)
     steps += attach_nics(desired, observed)
-    return [*steps, EnsureSeedStep(), SpawnStep(), AttachConsoleStep(), BootStep()]
+    return [*steps, EnsureSeedStep(), SpawnStep(), *_first_run()]
+
+
+def _first_run() -> list[Step]:
+    """From a VMM that is up to a guest that runs."""
+    return [CreateStep(), AttachConsoleStep(), BootStep()]
 
 
 def _after_end(observed: ObservedVm) -> list[Step]:
@@ -172,10 +179,12 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         return _recover(desired, observed, worker)
     if worker.state is VmmState.UNKNOWN:
         return [WaitStep("VMMRunning", "MonitorSilent", "the VMM does not answer", retry_s=2.0)]
+    full = _full(desired, observed)
+    if worker.state is VmmState.EMPTY:
+        return _first_run() if full is None else [full]
     steps = change_nics(desired, observed, worker) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
-    full = _full(desired, observed)
     steps += _run(worker, held=full is not None)
     if desired.reset_request:
         steps.append(ResetStep())
@@ -238,7 +247,7 @@ def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> S
         return StopStep(EndKind.GUEST_SHUTDOWN, ask=False)
     if worker.state is VmmState.PANICKED:
         return StopStep(EndKind.PANIC, ask=False)
-    stuck = worker.state in (VmmState.CREATED, VmmState.UNKNOWN)
+    stuck = worker.state in (VmmState.EMPTY, VmmState.CREATED, VmmState.UNKNOWN)
     if worker.start_expired and stuck and _full(desired, observed) is None:
         return StopStep(EndKind.START_TIMEOUT, ask=False)
     if observed.recovery_failures >= RECOVERY_FAILURES_MAX:
@@ -261,10 +270,11 @@ def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -
     later, whoever looks sees the loss.
     """
     # Created: they stand already, since a reset or because they never ran.
-    steps: list[Step] = [] if worker.state is VmmState.CREATED else [PauseStep()]
+    stands = worker.state in (VmmState.EMPTY, VmmState.CREATED)
+    steps: list[Step] = [] if stands else [HaltStep()]
     if not observed.storage_known:
         return [*steps, WaitStep("StorageLost", "StorageUnavailable", "stord is silent", 2.0)]
-    if not worker.recovering:
+    if not worker.recovering and worker.state is not VmmState.EMPTY:
         steps.append(MarkRecoveringStep())
     if observed.backend is Backend.RESTARTING:
         message = "the storage daemon is coming back by itself"
@@ -273,6 +283,8 @@ def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -
         steps.append(RecoverBackendStep())
     had = set(worker.disks.values())
     steps += missing_disks([d for d in desired.disks if d.volume_uid in had], observed.attached)
+    if worker.state is VmmState.EMPTY:  # no guest has seen the loss
+        return [*steps, *_first_run()]
     steps += [AwaitDisksStep(), ResetStep()]
     if _full(desired, observed) is None:
         steps.append(BootStep() if worker.state is VmmState.CREATED else ResumeStep())

@@ -129,6 +129,7 @@ def _phase_alive(picture: Picture) -> VmPhase:
     if picture.state is VmmState.UNKNOWN:
         return VmPhase.UNKNOWN if worker.booted else VmPhase.STARTING
     return {
+        VmmState.EMPTY: VmPhase.STARTING,
         VmmState.CREATED: VmPhase.STARTING,
         VmmState.RUNNING: VmPhase.RUNNING,
         VmmState.PAUSED: VmPhase.PAUSED,

@@ -68,6 +68,11 @@ class SpawnStep:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateStep:
+    """Make the VM in a VMM that was started without one."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttachConsoleStep:
     """Let the console holder take the serial line."""
 
@@ -88,6 +93,11 @@ class PauseStep:
 
 
 @dataclass(frozen=True, slots=True)
+class HaltStep:
+    """Let no vCPU run on, whatever its disks do."""
+
+
+@dataclass(frozen=True, slots=True)
 class RecoverBackendStep:
     """Let stord start a new storage daemon."""
 
@@ -103,6 +113,11 @@ class ResetStep:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartStorageStep:
+    """Let stord replace the storage daemon under the running guest."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResumeStep:
     """Let the vCPUs run again."""
 
@@ -113,11 +128,6 @@ class StopStep:
 
     kind: EndKind
     ask: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RestartStorageStep:
-    """Let stord replace the storage daemon under the running guest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +200,8 @@ class ThawStep:
 
 # Effects on a VMM that is there.
 VmmStep = (
-    AttachConsoleStep
+    CreateStep
+    | AttachConsoleStep
     | AddDiskStep
     | RemoveDiskStep
     | AddNicStep
@@ -199,6 +210,7 @@ VmmStep = (
     | BootStep
     | MarkRecoveringStep
     | PauseStep
+    | HaltStep
     | RecoverBackendStep
     | AwaitDisksStep
     | ResetStep
