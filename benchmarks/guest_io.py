@@ -21,7 +21,7 @@ from typing import Any
 
 import anyio
 
-from benchmarks.storage import MIB, Stord, stord
+from benchmarks.storage_node import MIB, Stord, stord
 from chv.common.ids import Ids
 from chv.common.wire import stord as wire
 from chv.guest.tiny import build_tiny, load_tiny
