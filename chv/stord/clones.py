@@ -22,7 +22,8 @@ from chv.stord.jobs import JobControl
 from chv.stord.overlays import read_keys
 from chv.stord.qsd import graph
 from chv.stord.records import Records, Volume, VolumeState
-from chv.stord.tools import Call
+from chv.stord.takeover import padding_bytes, reads_zeros
+from chv.stord.tools import Call, Fresh
 from chv.stord.work import Parts
 
 
@@ -94,6 +95,11 @@ class Copies:
         target: graph.LayerNode,
     ) -> None:
         parent_id, below = source
+        taken = row.backend.snapshot
+        assert taken is not None
+        parent = self._parts.records.volumes[parent_id]
+        filled_bytes = layers.require_snapshot(parent, taken.snapshot_id).size_bytes
+        padding = padding_bytes(row.backend, filled_bytes)
         # Composed as the parent's own, so that every layer finds its key by the parent's id.
         disk = graph.Disk(volume_id=parent_id, own=below, read_only=True)
         layout, own_keys = self._parts.layout, [target.key] if target.key else []
@@ -105,6 +111,9 @@ class Copies:
             volume_id=row.volume_id,
         )
         node = graph.image_node(target, graph.secret_id(row.volume_id, target.key))
-        copying = partial(self._parts.tools.convert, graph.chain(disk), node, call, control.percent)
-        await cancellable(control, copying)
+        fresh = Fresh(zeros=reads_zeros(row.backend), padding_bytes=padding)
+        convert = self._parts.tools.convert
+        copying = partial(convert, graph.chain(disk), node, call, control.percent, fresh=fresh)
+        async with self._parts.disks.reach(row.volume_id, parent_id):
+            await cancellable(control, copying)
         await failpoint("stord.copy.after_fill")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -180,6 +181,24 @@ class Disks:
         """Return what is left where the volume's overlays go, whatever its class."""
         row = self._row(volume_id)
         return await self._backends.file.space(volume_id, row.backend)
+
+    @contextlib.asynccontextmanager
+    async def reach(self, *volume_ids: str) -> AsyncIterator[None]:
+        """Let the tools uid reach what the volumes, and those below them, have on servers."""
+        async with contextlib.AsyncExitStack() as reached:
+            for volume_id in sorted({each for one in volume_ids for each in self._lineage(one)}):
+                spec = self._row(volume_id).backend
+                await reached.enter_async_context(self.backend(spec).reach(volume_id, spec))
+            yield
+
+    def _lineage(self, volume_id: str) -> Iterator[str]:
+        """Yield a volume and those that it rests on."""
+        for _ in range(ANCESTORS_MAX):
+            yield volume_id
+            row = self._row(volume_id)
+            if not _is_clone(row) or row.backend.snapshot is None:
+                return
+            volume_id = row.backend.snapshot.volume_id
 
     # --- whose the files are
     def grant(self, volume_id: str, uid: int) -> None:

@@ -64,7 +64,8 @@ class Filler:
             await backend.delete(row.volume_id, row.backend)  # what a kill had left
             await backend.create(row.volume_id, row.backend)
             await failpoint("stord.fill.after_create")
-            await fill(control, row)
+            if await self._fills.prepare(row):
+                await fill(control, row)
             await failpoint("stord.fill.after_copy")
         except ChvError as error:
             with anyio.move_on_after(UNDO_TIMEOUT_S, shield=True):
@@ -75,7 +76,8 @@ class Filler:
                     last_error_at=timestamp(self._parts.clock.now()),
                 )
             raise
-        await self._put(row.volume_id, state=VolumeState.OPEN, last_error="", last_error_at="")
+        done = {"state": VolumeState.OPEN, "begun": False, "last_error": "", "last_error_at": ""}
+        await self._put(row.volume_id, **done)
         return {}
 
     async def abandon(self, row: Volume) -> None:

@@ -28,6 +28,9 @@ ITERATION_MS = 100
 FORGET_TIMEOUT_S = 5.0
 MAGIC = b"LUKS\xba\xbe"
 SECTOR_BYTES = 512
+# Where QEMU puts the data of an image that is made with the options below: behind eight slots of a
+# 512 bit key. It is seen to be so at each creation.
+PAYLOAD_BYTES = 4040 * SECTOR_BYTES
 # magic, version, cipher, mode, hash, payload offset in sectors (LUKS on-disk format 1)
 _HEADER = struct.Struct(">6sH32s32s32sI")
 

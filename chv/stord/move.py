@@ -40,7 +40,8 @@ from chv.stord.overlays import read_keys
 from chv.stord.qsd import block_jobs, graph
 from chv.stord.qsd.monitor import Monitor
 from chv.stord.records import ChangeKind, Layer, LayerChange, Volume, VolumeState
-from chv.stord.tools import Call
+from chv.stord.takeover import Takeover, reads_zeros
+from chv.stord.tools import Call, Fresh
 
 log = logs.get(__name__)
 JOB_WORD = "move"
@@ -150,8 +151,13 @@ class Moves:
         change = LayerChange(kind=ChangeKind.MOVE, layer=row.next_layer, target=target)
         await self._put(volume_id, change=change, next_layer=row.next_layer + 1)
         await failpoint("stord.move.after_intent")
-        await self._disks.backend(target).make_base(volume_id, empty(placed(row.backend, target)))
+        # A guest may use all that its device has, which can be more than was asked for.
+        found = await self._disks.inspect(volume_id)
+        size_bytes = max(row.size_bytes, found.size_bytes)
+        spec = msgspec.structs.replace(empty(placed(row.backend, target)), size_bytes=size_bytes)
+        await self._disks.backend(target).make_base(volume_id, spec)
         await failpoint("stord.move.after_make")
+        await Takeover(self._parts).format(volume_id, spec)
 
     async def _put(self, volume_id: str, **changes: object) -> None:
         row = self._row(volume_id)
@@ -183,6 +189,9 @@ class Moves:
         )
 
     async def _copy_detached(self, control: JobControl, row: Volume) -> None:
+        assert row.change is not None
+        assert row.change.target is not None
+        spec = empty(placed(row.backend, row.change.target))
         layer = await anyio.to_thread.run_sync(self._target_layer, row)
         disk = await anyio.to_thread.run_sync(
             partial(self._disks.disk, row.volume_id, read_only=True)
@@ -197,11 +206,15 @@ class Moves:
             volume_id=row.volume_id,
         )
         control.total_bytes = row.size_bytes
-        copying = partial(
-            self._parts.tools.convert, graph.chain(disk), target, call, control.percent
-        )
+        nodes = graph.chain(disk), target
+        fresh = Fresh(zeros=reads_zeros(spec))
+        copying = partial(self._parts.tools.convert, *nodes, call, control.percent, fresh=fresh)
         with disk_files.exclusively(self._disks.lock_path(row.volume_id)):
-            await cancellable(control, copying)
+            async with (
+                self._disks.reach(row.volume_id),
+                self._disks.backend(spec).reach(row.volume_id, spec),
+            ):
+                await cancellable(control, copying)
         await failpoint("stord.move.after_copy")
 
     # --- attached

@@ -83,7 +83,11 @@ class Offline:
         owns = [lock_path, *await anyio.to_thread.run_sync(self._disks.paths, volume_id), *also]
         below = await anyio.to_thread.run_sync(self._disks.below_paths, volume_id)
         touched = Touched(owns=tuple(owns), reads=tuple(below), remote=await self._is_remote(row))
-        async with self._tools.lend(owns, below), self._daemon(touched) as (monitor, _directory):
+        async with (
+            self._disks.reach(volume_id),
+            self._tools.lend(owns, below),
+            self._daemon(touched) as (monitor, _directory),
+        ):
             shared = row.backend.access is AccessMode.READ_ONLY_MANY
             try:
                 await monitor.add_node(graph.lock_blockdev(volume_id, lock_path, shared=shared))

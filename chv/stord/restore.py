@@ -20,7 +20,8 @@ from chv.stord.jobs import JobControl
 from chv.stord.overlays import read_keys
 from chv.stord.qsd import graph
 from chv.stord.records import Volume
-from chv.stord.tools import Call, check_reachable
+from chv.stord.takeover import padding_bytes, reads_zeros
+from chv.stord.tools import Call, Fresh, check_reachable
 from chv.stord.work import Parts
 
 
@@ -77,8 +78,14 @@ class Restores:
         if target.format == "qcow2":
             node["backing"] = None
         source = source_node(row.volume_id, list(zip(entries, files, strict=True)))
-        copying = partial(self._parts.tools.convert, source, node, call, control.percent)
-        await cancellable(control, copying)
+        fresh = Fresh(
+            zeros=reads_zeros(row.backend),
+            padding_bytes=padding_bytes(row.backend, entries[-1].size_bytes),
+        )
+        convert = self._parts.tools.convert
+        copying = partial(convert, source, node, call, control.percent, fresh=fresh)
+        async with self._parts.disks.reach(row.volume_id):
+            await cancellable(control, copying)
 
 
 def _check_key(entry: Entry, spec: VolumeBackend) -> None:

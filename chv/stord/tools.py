@@ -80,6 +80,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = math.inf
 
 
+class Fresh(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a target that is not a file: it has zeros, or gets some behind the copy."""
+
+    zeros: bool = False
+    padding_bytes: int = 0
+
+
 class Tools:
     """Runs qemu-img. `grants` is shared by all calls of this daemon."""
 
@@ -175,21 +182,28 @@ class Tools:
         target: graph.Node,
         call: Call,
         on_progress: OnProgress | None = None,
+        *,
+        fresh: Fresh | None = None,
     ) -> None:
         """Copy what a guest would read of `source` into `target`, which exists.
 
         Both as the storage daemon would open them. The target must be new: where that means
         zeros, none are written.
         """
+        fresh = fresh or Fresh()
         target_format = str(target["driver"])
         argv = ["convert", "-n", "-p", "-W", "-t", "none", "-T", "none", "-O", target_format]
         if not _takes_direct(call.owns):
             argv[argv.index("-t") + 1] = "writeback"
         if not _takes_direct(call.reads or call.owns):
             argv[argv.index("-T") + 1] = "writeback"
-        if _reads_zeros(target):
+        if fresh.zeros or _reads_zeros(target):
             argv.append("--target-is-zero")
-        await self.run([*argv, json_image(source), json_image(target)], call, on_progress)
+        sources = [json_image(source)]
+        if fresh.padding_bytes:
+            zeros = {"driver": "null-co", "size": fresh.padding_bytes, "read-zeroes": True}
+            sources.append(json_image(zeros))
+        await self.run([*argv, *sources, json_image(target)], call, on_progress)
 
 
 def json_image(node: graph.Node) -> str:
@@ -274,7 +288,7 @@ def _translated(completed: Completed, call: Call) -> ChvError:
     failed = CommandFailed(BINARY, completed)
     about = call.volume_id
     named = [str(path) for path in (*call.owns, *call.reads) if str(path) in text]
-    where = named[0] if named else ", ".join(str(path) for path in call.owns or call.reads)
+    where = named[0] if named else ", ".join(map(str, call.owns or call.reads)) or "a server's disk"
     if is_wrong_key(text):
         return _key_error(call)
     if any(sign in text for sign in _NO_SPACE):

@@ -162,7 +162,7 @@ async def iscsi_target(directory: Path, name: str) -> AsyncIterator[int]:
     """Export a file by a tgtd of our own as LUN 1 of a target; yield its port."""
     file = directory / "lun"
     with file.open("ab") as stream:
-        stream.truncate(SIZE_BYTES)
+        stream.truncate(max(stream.tell(), SIZE_BYTES))
     port = free_port()
     control = port % 32000  # tgtadm takes it for a short integer
     process = _started(["tgtd", "-f", "-C", f"{control}", "--iscsi", f"portal=127.0.0.1:{port}"])

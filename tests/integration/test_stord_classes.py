@@ -8,12 +8,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 import pytest
 
 from chv.common.config import StorageConfig
 from chv.common.errors import (
+    ChvError,
     FailedPrecondition,
     InUse,
     InvalidArgument,
@@ -275,17 +277,18 @@ async def test_what_is_no_block_device_is_refused(layout: Layout, tmp_path: Path
 
 
 @needs_loop
-async def test_a_device_takes_no_image_and_no_format_but_raw(
+async def test_a_device_takes_no_format_but_raw_and_no_image_of_elsewhere(
     layout: Layout, tmp_path: Path
 ) -> None:
     backend = BlockBackend(layout, LOOPS)
     with loop_device(tmp_path / "disk") as device:
         image = wire.VolumeSource(path="/i", sha256="0" * 64, format=wire.VolumeFormat.RAW)
-        for options, field in (
-            ({"format": wire.VolumeFormat.QCOW2}, "backend.format"),
-            ({"source": image}, "backend.source"),
-        ):
-            with pytest.raises(Unsupported) as refused:
+        refusals: list[tuple[dict[str, Any], type[ChvError], str]] = [
+            ({"format": wire.VolumeFormat.QCOW2}, Unsupported, "backend.format"),
+            ({"source": image}, InvalidArgument, "backend.source.path"),
+        ]
+        for options, kind, field in refusals:
+            with pytest.raises(kind) as refused:
                 await backend.check(block(device, **options))
             assert refused.value.field == field
 

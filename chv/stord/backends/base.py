@@ -11,6 +11,7 @@ overlays of its snapshots; a backend makes that directory with the volume, whole
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -85,6 +86,9 @@ class Backend(Protocol):
 
     def lock_path(self, volume_id: str) -> Path:
         """Return the file whose lock means use of the volume."""
+
+    def reach(self, volume_id: str, spec: VolumeBackend) -> AbstractAsyncContextManager[None]:
+        """Let the tools uid reach bytes that no file mode is for: a server's."""
 
     # A move: the volume is there, its bytes come to another place.
     async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:

@@ -21,7 +21,13 @@ from chv.common.wire.stord import VolumeBackend, VolumeClass
 from chv.stord import allow
 from chv.stord.backends import devices, disk_files
 from chv.stord.backends.base import Inspection
-from chv.stord.backends.elsewhere import Elsewhere, described, refuse_smaller, writable
+from chv.stord.backends.elsewhere import (
+    Elsewhere,
+    described,
+    refuse_smaller,
+    visible_bytes,
+    writable,
+)
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 
 LVM_NODES = Path("/dev")
@@ -76,7 +82,7 @@ class OnDevice(Elsewhere):
     def _inspect(self, volume_id: str, spec: VolumeBackend) -> Inspection:
         try:
             device = self.device(volume_id, spec)
-            size_bytes = devices.size_bytes(device)
+            size_bytes = visible_bytes(spec, devices.size_bytes(device))
         except NotFound as error:
             return Inspection(location=self.location(spec), state="missing", problem=error.message)
         except ChvError as error:

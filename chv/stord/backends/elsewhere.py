@@ -7,7 +7,8 @@ sees to it that no two volumes of this node have the same bytes. Errors are thos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -25,8 +26,10 @@ from chv.common.errors import (
 )
 from chv.common.layout import Layout
 from chv.common.wire.stord import AccessMode, VolumeBackend, VolumeClass, VolumeFormat
+from chv.stord import luks
 from chv.stord.backends import disk_files
 from chv.stord.backends.base import Inspection, Space
+from chv.stord.backends.images import Images
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 
 
@@ -40,6 +43,7 @@ class Elsewhere(ABC):
     def __init__(self, layout: Layout, storage: StorageConfig) -> None:
         self._layout = layout
         self._storage = storage
+        self._images = Images(layout, storage)
         self._making = anyio.Lock()
 
     # --- what a class says of itself
@@ -79,26 +83,14 @@ class Elsewhere(ABC):
                 f"class {self.class_name.value} needs `{self.class_name.value}`, its place",
                 field=f"backend.{self.class_name.value}",
             )
-        if spec.source is not None:
-            raise Unsupported(
-                f"a volume of class {self.class_name.value} cannot start from an image",
-                field="backend.source",
-                hint="make it of class file, then move it there (MoveVolume)",
-            )
         if spec.format is not VolumeFormat.RAW:
             raise Unsupported(
                 f"class {self.class_name.value} holds raw data, not {spec.format.value}",
                 field="backend.format",
                 hint="format raw; its snapshots are qcow2 files of this node",
             )
-        if spec.encryption is not None:
-            raise Unsupported(
-                f"class {self.class_name.value} does not encrypt",
-                field="backend.encryption",
-                hint="use class file, or encrypt in the guest",
-            )
         await anyio.to_thread.run_sync(self.permit, spec)
-        return spec
+        return await anyio.to_thread.run_sync(self._images.checked, spec)
 
     @abstractmethod
     def permit(self, spec: VolumeBackend) -> None:
@@ -145,6 +137,11 @@ class Elsewhere(ABC):
     def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
         """Give the bytes to a storage uid; a server lets in whom it does anyway."""
         self.permit(spec)
+
+    @asynccontextmanager
+    async def reach(self, volume_id: str, spec: VolumeBackend) -> AsyncIterator[None]:
+        """Let the tools uid reach the bytes; a device node is lent as a file is."""
+        yield
 
     async def extend_device(self, volume_id: str, spec: VolumeBackend) -> None:
         """Make room for an online growth: here the owner of the bytes must have made it."""
@@ -199,6 +196,16 @@ def described(layout: Layout) -> Iterator[tuple[str, VolumeBackend]]:
         yield entry.name, msgspec.json.decode(data, type=VolumeBackend)
 
 
+def stored_bytes(spec: VolumeBackend) -> int:
+    """Return how many bytes a volume takes where it is: its LUKS header comes on top."""
+    return spec.size_bytes + (0 if spec.encryption is None else luks.PAYLOAD_BYTES)
+
+
+def visible_bytes(spec: VolumeBackend, there: int) -> int:
+    """Return what a guest sees of so many bytes."""
+    return there if spec.encryption is None else max(there - luks.PAYLOAD_BYTES, 0)
+
+
 def writable(spec: VolumeBackend) -> bool:
     """Tell whether any VM may write to it."""
     return spec.access is AccessMode.READ_WRITE_ONCE
@@ -212,7 +219,12 @@ def refuse_smaller(found: Inspection, spec: VolumeBackend) -> None:
         raise Unavailable(found.problem, resource=found.location)
     if found.size_bytes < spec.size_bytes:
         raise FailedPrecondition(
-            f"{found.location} has {found.size_bytes} bytes, {spec.size_bytes} are asked for",
+            f"{found.location} has {found.size_bytes} bytes{_beside_header(spec)},"
+            f" {spec.size_bytes} are asked for",
             field="backend.size_bytes",
             hint="enlarge it where it is, then try again",
         )
+
+
+def _beside_header(spec: VolumeBackend) -> str:
+    return "" if spec.encryption is None else f" behind the {luks.PAYLOAD_BYTES} of its LUKS header"

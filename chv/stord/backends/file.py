@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
 
 from chv.common.config import StorageConfig
 from chv.common.errors import (
@@ -31,9 +32,10 @@ from chv.common.files import ensure_dir
 from chv.common.layout import Layout
 from chv.common.paths import resolve_inside
 from chv.common.process import CommandFailed, run
-from chv.common.wire.stord import CloneMode, VolumeBackend, VolumeFormat, VolumeSource
+from chv.common.wire.stord import CloneMode, VolumeBackend, VolumeFormat
 from chv.stord.backends import disk_files, encrypted
 from chv.stord.backends.base import Inspection, Space, space_of
+from chv.stord.backends.images import Images
 from chv.stord.qsd import graph
 from chv.stord.tools import Call, Tools, json_image
 
@@ -50,7 +52,7 @@ class FileBackend:
         self._layout = layout
         self._tools = tools or Tools(layout)
         self._storage = storage
-        self._roots = (layout.images, *map(Path, storage.allowed_paths))
+        self._images = Images(layout, storage)
         self._aio = storage.aio
 
     # --- the spec
@@ -64,9 +66,7 @@ class FileBackend:
                 field="backend.format",
                 hint="use format qcow2, or clone mode full",
             )
-        if spec.source is None:
-            return spec
-        return await anyio.to_thread.run_sync(self._check_source, spec, spec.source)
+        return await anyio.to_thread.run_sync(self._images.checked, spec)
 
     def _pool(self, name: str) -> Path:
         """Return the directory of a pool; it must exist, so that no unmounted one is filled."""
@@ -84,36 +84,6 @@ class FileBackend:
                 f"the pool {name!r} is not there: {given!r} is no directory",
                 field="backend.pool",
                 hint="mount it, or correct storage.pools",
-            )
-        return path
-
-    def _check_source(self, spec: VolumeBackend, source: VolumeSource) -> VolumeBackend:
-        path = self._resolve_image(source)
-        size_bytes = disk_files.image_size_bytes(path, source.format)
-        if spec.size_bytes < size_bytes:
-            raise InvalidArgument(
-                f"{spec.size_bytes} bytes are less than the {size_bytes} of the image {path}",
-                field="backend.size_bytes",
-                hint=f"at least {size_bytes}",
-            )
-        resolved = VolumeSource(path=str(path), sha256=source.sha256, format=source.format)
-        return msgspec.structs.replace(spec, source=resolved)
-
-    def _resolve_image(self, source: VolumeSource) -> Path:
-        given = Path(source.path)
-        root = next((root for root in self._roots if given.is_relative_to(root)), None)
-        if root is None:
-            raise InvalidArgument(
-                f"image {source.path!r} lies in no directory that stord may read",
-                field="backend.source.path",
-                hint="import it as an image, or add its directory to storage.allowed_paths",
-            )
-        path = resolve_inside(root, str(given.relative_to(root)))
-        if path.name != source.sha256:
-            raise InvalidArgument(
-                f"image {source.path!r} does not carry the name of its sha256 {source.sha256}",
-                field="backend.source.sha256",
-                hint="content-addressed images are named by their own sha256",
             )
         return path
 
@@ -254,6 +224,11 @@ class FileBackend:
         locked = spec.encryption is not None
         disk_files.virtual_size_bytes(path, spec.format, encrypted=locked)
         return disk_files.protocol(path, self._aio)
+
+    @asynccontextmanager
+    async def reach(self, volume_id: str, spec: VolumeBackend) -> AsyncIterator[None]:
+        """Do nothing: files are lent one by one."""
+        yield
 
     # --- a move
     async def make_base(self, volume_id: str, spec: VolumeBackend) -> None:

@@ -32,6 +32,7 @@ from chv.stord import allow
 from chv.stord.backends import devices, disk_files, lvm_tools
 from chv.stord.backends.base import Space, space_of
 from chv.stord.backends.block import OnDevice
+from chv.stord.backends.elsewhere import stored_bytes
 
 # A call writes zeros for so long, then says that it is not done; the next one goes on.
 ZEROING_S = 40.0
@@ -82,7 +83,7 @@ class LvmBackend(OnDevice):
             await lvm_tools.make(
                 place.volume_group,
                 name,
-                spec.size_bytes,
+                stored_bytes(spec),
                 thin_pool=place.thin_pool,
                 tag=self._tag(),
             )
@@ -124,10 +125,10 @@ class LvmBackend(OnDevice):
         found = await lvm_tools.logical_volume(place.volume_group, name)
         if found is None:
             raise NotFound(f"{place.volume_group} has no {name}", resource=volume_id)
-        if found.size_bytes < spec.size_bytes:
+        if found.size_bytes < stored_bytes(spec):
             if not place.thin_pool and not self._noted(volume_id):
                 await self._put_note(volume_id, found.size_bytes)
-            await lvm_tools.extend(place.volume_group, name, spec.size_bytes)
+            await lvm_tools.extend(place.volume_group, name, stored_bytes(spec))
             await failpoint("stord.lvm.after_extend")
         await self._zero(volume_id, spec)
 

@@ -9,6 +9,8 @@ this node, and that an image with a client on another node is not attached.
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.from_thread
@@ -21,6 +23,7 @@ from chv.common.wire.stord import AccessMode, RbdPlace, VolumeBackend, VolumeCla
 from chv.stord import allow
 from chv.stord.backends import ceph, disk_files
 from chv.stord.backends.base import Space, space_of
+from chv.stord.backends.elsewhere import stored_bytes, visible_bytes
 from chv.stord.backends.remote import EXTRA_PACKAGE, OnServer, require_driver
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 
@@ -59,9 +62,9 @@ class RbdBackend(OnServer):
         place, image = self.place(spec), self._layout.external_name(volume_id)
         found = await ceph.info(place, image)
         if found is None:
-            await ceph.make(place, image, spec.size_bytes)
-        elif found.size < spec.size_bytes:
-            await ceph.resize(place, image, spec.size_bytes)
+            await ceph.make(place, image, stored_bytes(spec))
+        elif found.size < stored_bytes(spec):
+            await ceph.resize(place, image, stored_bytes(spec))
 
     async def discard(self, volume_id: str, spec: VolumeBackend) -> None:
         """Remove the image."""
@@ -82,12 +85,12 @@ class RbdBackend(OnServer):
         await anyio.to_thread.run_sync(disk_files.describe, directory, spec)
 
     async def size_bytes(self, volume_id: str, spec: VolumeBackend) -> int:
-        """Return the size of the image."""
+        """Return what the image holds for a guest."""
         image = self._layout.external_name(volume_id)
         found = await ceph.info(self.place(spec), image)
         if found is None:
             raise NotFound(f"{self.location(spec)} has no image {image}")
-        return found.size
+        return visible_bytes(spec, found.size)
 
     async def space(self, _volume_id: str, spec: VolumeBackend) -> Space | None:
         """Return what the pool has left, if the cluster counts."""
@@ -97,7 +100,7 @@ class RbdBackend(OnServer):
     def protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
         """Describe how the storage daemon reaches the image, with what was lent to its uid."""
         place = self.place(spec)
-        uid = self.lock_path(volume_id).stat().st_uid
+        uid = self.lock_path(volume_id).stat().st_uid or self._layout.tools_uid
         options: dict[str, object] = {
             "pool": place.pool,
             "image": self._layout.external_name(volume_id),
@@ -127,6 +130,19 @@ class RbdBackend(OnServer):
             return
         holder = self.lock_path(volume_id).stat().st_uid
         ceph.take_back(self._layout.cluster_access(volume_id, holder))
+
+    @asynccontextmanager
+    async def reach(self, volume_id: str, spec: VolumeBackend) -> AsyncIterator[None]:
+        """Let the tools uid be the cluster's client."""
+        self.permit(spec)
+        uid = self._layout.tools_uid
+        try:
+            await self._lend(volume_id, spec, uid)
+            yield
+        finally:
+            directory = self._layout.cluster_access(volume_id, uid)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(ceph.take_back, directory)
 
     async def _lend(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
         place, image = self.place(spec), self._layout.external_name(volume_id)

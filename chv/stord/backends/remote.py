@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -30,7 +33,7 @@ from chv.common.wire.stord import VolumeBackend
 from chv.stord import acl, allow
 from chv.stord.backends import disk_files
 from chv.stord.backends.base import Inspection
-from chv.stord.backends.elsewhere import Elsewhere, refuse_smaller
+from chv.stord.backends.elsewhere import Elsewhere, refuse_smaller, visible_bytes
 from chv.stord.qsd.graph import Node
 from chv.stord.qsd.graph import Protocol as ProtocolNode
 from chv.stord.tools import json_image
@@ -111,6 +114,7 @@ class OnServer(Elsewhere):
     def __init__(self, layout: Layout, storage: StorageConfig) -> None:
         super().__init__(layout, storage)
         self._probing = anyio.Lock()
+        self._inside: Counter[Path] = Counter()
         self.said_bytes: dict[str, int] = {}  # by volume: what its server said last
 
     @abstractmethod
@@ -177,18 +181,28 @@ class OnServer(Elsewhere):
         return await self.inspect(volume_id, spec)
 
     async def size_bytes(self, volume_id: str, spec: VolumeBackend) -> int:
-        """Return how many bytes the server says that it has."""
+        """Return how many bytes a guest would see of what the server says that it has."""
         name = f"{self.class_name.value} server {self.location(spec)}"
-        async with self._probing:
-            try:
-                for socket in self.sockets(spec):
-                    let_in(socket, self._layout.tools_uid, 0)
-                said = await probe(self._layout, self.protocol(volume_id, spec), name)
-                self.said_bytes[volume_id] = said
-                return said
-            finally:
-                for socket in self.sockets(spec):
-                    let_in(socket, 0, self._layout.tools_uid)
+        async with self._probing, self.reach(volume_id, spec):
+            said = await probe(self._layout, self.protocol(volume_id, spec), name)
+            self.said_bytes[volume_id] = visible_bytes(spec, said)
+            return self.said_bytes[volume_id]
+
+    @asynccontextmanager
+    async def reach(self, volume_id: str, spec: VolumeBackend) -> AsyncIterator[None]:
+        """Let the tools uid connect: as long as any piece of work needs it."""
+        uid, sockets = self._layout.tools_uid, self.sockets(spec)
+        try:
+            for socket in sockets:
+                self._inside[socket] += 1
+                let_in(socket, uid, 0)
+            yield
+        finally:
+            for socket in sockets:
+                self._inside[socket] -= 1
+                if self._inside[socket] <= 0:
+                    del self._inside[socket]
+                    let_in(socket, 0, uid)
 
 
 def let_in(socket: Path, uid: int, before: int) -> None:
