@@ -66,6 +66,7 @@ async def serve(config: configuration.Config, layout: Layout) -> None:
             server.recovering = None
             tasks.start_soon(keeper.resync_forever)
             tasks.start_soon(keeper.kernel.run)
+            tasks.start_soon(service.events.run)
             tasks.start_soon(service.watching.keep)
             await _ready(parts.records)
             async for number in signals:

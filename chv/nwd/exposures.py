@@ -30,7 +30,7 @@ from chv.common.wire.nwd_policy import (
     SetExposure,
     TargetInfo,
 )
-from chv.nwd import policy
+from chv.nwd import node_addresses, policy
 from chv.nwd.exposure_rules import Checks, refuse_listened, takes_more
 from chv.nwd.keeper import Keeper
 from chv.nwd.kernel import listeners, own_addresses
@@ -273,6 +273,9 @@ class Exposures:
         problem = self._keeper.problems.get(network_id)
         if problem is not None:
             return "degraded", problem
+        lost = node_addresses.lost(row, self._keeper.host.addresses)
+        if lost:
+            return "degraded", lost
         if not any(self._takes_new(row, nic_id) for nic_id in row.exposure.targets):
             return "degraded", "no target takes connections: they are refused"
         return "ready", ""

@@ -59,6 +59,7 @@ class Host:
         self._parts = parts
         self._lock = anyio.Lock()
         self.warnings: list[str] = []
+        self.addresses: frozenset[str] | None = None  # the node's own, when looked at last
         self._standing: dict[str, list[HostExposed]] | None = None  # when it was looked at last
 
     def uplinks(self) -> list[HostUplink]:
@@ -227,6 +228,11 @@ class Host:
             if not ip_address(text).is_loopback
             and not any(ip_address(text) in pool for pool in pools)
         )
+
+    async def look_at_addresses(self) -> bool:
+        """Look which addresses the node has now; True where they are others than before."""
+        before, self.addresses = self.addresses, await self.own_addresses()
+        return before is not None and before != self.addresses
 
     async def surroundings(self) -> Surroundings:
         """Return what a tenant's subnet may not overlap."""

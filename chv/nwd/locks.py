@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -12,7 +12,8 @@ import anyio
 class NetworkLocks:
     """Work on one network is one after the other; networks do not wait for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, released: Callable[[], None] = lambda: None) -> None:
+        self.released = released
         self._locks: dict[str, anyio.Lock] = {}
         self._users: Counter[str] = Counter()
 
@@ -25,6 +26,7 @@ class NetworkLocks:
             async with lock:
                 yield
         finally:
+            self.released()
             self._users[network_id] -= 1
             if not self._users[network_id]:
                 del self._users[network_id], self._locks[network_id]

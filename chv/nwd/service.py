@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from chv.common.errors import ChvError
-from chv.common.rpc import Server, WithFds
+from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import nwd as wire
 from chv.common.wire import nwd_policy
 from chv.common.wire.types import CENSUS, CensusReply, Done, Empty, Feature
-from chv.nwd import stats
+from chv.nwd import node_addresses, stats
 from chv.nwd.census import census
+from chv.nwd.events import Events, Shown
 from chv.nwd.exposures import Exposures
 from chv.nwd.groups import Groups
 from chv.nwd.keeper import Keeper
@@ -32,6 +33,9 @@ class Service:
         self._exposures = Exposures(keeper)
         self.watching = Watching(keeper)
         self._features: list[Feature] = []
+        self.events = Events(self._shown)
+        keeper.locks.released = self.events.poke
+        keeper.kernel.on_addresses = self.events.addresses_changed
 
     def register(self, server: Server) -> None:
         """Add every handler but Hello's."""
@@ -54,6 +58,8 @@ class Service:
         server.add(nwd_policy.SET_EXPOSURE, self._exposures.set)
         server.add(nwd_policy.DELETE_EXPOSURE, self.delete_exposure)
         server.add(nwd_policy.LIST_EXPOSURES, self.list_exposures)
+        server.add(nwd_policy.CHECK_EXPOSURE, self.check_exposure)
+        server.add(nwd_policy.WATCH_NETWORKS, self.watch)
         server.add(nwd_policy.NIC_STATS, self.nic_stats)
         self.watching.register(server)
 
@@ -143,6 +149,26 @@ class Service:
     async def list_exposures(self, _request: Empty) -> nwd_policy.ExposuresReply:
         """See the wire."""
         return nwd_policy.ExposuresReply(exposures=self._exposures.infos())
+
+    async def check_exposure(self, request: nwd_policy.CheckExposure) -> Done:
+        """See the wire."""
+        return await node_addresses.check(self._keeper.host, self._parts.records, request)
+
+    async def watch(self, _request: Empty, context: CallContext) -> Done:
+        """See the wire. Ends when the caller is too slow; it then watches again."""
+        with self.events.subscribe() as events:
+            async for event in events:
+                await context.emit(event)
+        return Done()
+
+    def _shown(self) -> Shown:
+        """Return everything as it is listed."""
+        networks = (self._networks.info(uid) for uid in self._parts.records.networks)
+        return {
+            **{("network", each.network_id): each for each in networks},
+            **{("group", each.group_id): each for each in self._groups.infos()},
+            **{("exposure", each.exposure_id): each for each in self._exposures.infos()},
+        }
 
     # --- the daemon
     async def census(self, _request: Empty) -> CensusReply:

@@ -92,7 +92,7 @@ class KernelWatch:
         self._epoll = select.epoll()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._prefix = parts.layout.uplink("")
-        self.on_addresses: Callable[[], None] = lambda: None  # those of the node have changed
+        self.on_addresses: Callable[[], None] = lambda: None  # those of the node are others now
 
     def fights(self, network_id: str = HOST) -> str:
         """Return what keeps being undone in a network, in words; empty where it is calm."""
@@ -296,7 +296,9 @@ class KernelWatch:
         case = self._case(HOST)
         self._read(HOST)
         told = case.gathered()
-        self.on_addresses()
+        if await self._host.look_at_addresses():
+            log.info("node_addresses_changed", addresses=sorted(self._host.addresses or ()))
+            self.on_addresses()
         if told.lost:
             self._doubt_all()
         is_changed = told.generation > await self._host.generation()

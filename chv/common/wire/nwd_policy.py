@@ -189,6 +189,26 @@ class SetExposure(Message, frozen=True, kw_only=True):
     existing: Existing = Existing.DROP
 
 
+class CheckExposure(Message, frozen=True, kw_only=True):
+    """Would the node take this for addresses that are neither public nor in a subnet?
+
+    `exposure.addresses` are those alone; targets and the network need not be there yet.
+    """
+
+    exposure: Exposure
+
+
+class NetworkEvent(Reply, frozen=True, kw_only=True):
+    """A hint: something is listed in another way than before.
+
+    `kind`: network | group | exposure, with its uid; `node`: look at everything, the node's
+    addresses may have changed.
+    """
+
+    kind: str
+    uid: str = ""
+
+
 class ExposureRef(Message, frozen=True, kw_only=True):
     """An exposure, and the generation of it that the caller means."""
 
@@ -339,6 +359,12 @@ LIST_GROUPS = Method("ListSecurityGroups", Empty, SecurityGroupsReply, mutating=
 SET_EXPOSURE = Method("SetExposure", SetExposure, ExposureInfo, timeout_s=20.0)
 DELETE_EXPOSURE = Method("DeleteExposure", ExposureRef, Done)
 LIST_EXPOSURES = Method("ListExposures", Empty, ExposuresReply, mutating=False)
+# Refuses what SetExposure would, as far as the node alone can tell.
+CHECK_EXPOSURE = Method("CheckExposure", CheckExposure, Done, mutating=False)
+# Sends NetworkEvent notifications until the caller leaves; one of kind `node` comes first.
+WATCH_NETWORKS = Method(
+    "WatchNetworks", Empty, Done, timeout_s=float("inf"), mutating=False, events=NetworkEvent
+)
 NIC_STATS = Method("GetNicStats", GetNicStats, NicStatsReply, mutating=False)
 NETWORK_LOG = Method("GetNetworkLog", GetNetworkLog, NetworkLogReply, mutating=False)
 EXPLAIN_PATH = Method("ExplainPath", ExplainPath, PathReply, timeout_s=15.0, mutating=False)
@@ -353,6 +379,8 @@ POLICY_METHODS = (
     SET_EXPOSURE,
     DELETE_EXPOSURE,
     LIST_EXPOSURES,
+    CHECK_EXPOSURE,
+    WATCH_NETWORKS,
     NIC_STATS,
     *WATCH_METHODS,
 )
