@@ -246,6 +246,12 @@ class Workers:
         if worker is not None:
             worker.wake()
 
+    def insist(self, uid: str) -> None:
+        """Look at an object again, also where a final error was met; no worker: no effect."""
+        worker = self._workers.get(uid)
+        if worker is not None:
+            worker.insist()
+
     def insist_all(self) -> None:
         """Look at everything again, also where a final error was met."""
         for worker in self._workers.values():

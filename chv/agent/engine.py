@@ -36,6 +36,7 @@ from chv.agent.volume.reconciler import VolumeReconciler
 from chv.common.errors import DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
+from chv.common.wire.nwd_policy import NetworkEvent
 from chv.common.wire.stord import StorageEvent
 
 __all__ = ["Engine", "RecoveryReport", "VmAccess"]
@@ -231,6 +232,15 @@ class Engine:
         if volume is not None:
             self._workers.wake(event.volume_id)
             self._context.wake_referrers(volume)
+
+    def notify_network_event(self, event: NetworkEvent) -> None:
+        """nwd shows something in another way: look there, or at all that nwd makes."""
+        if event.uid:
+            self._workers.wake(event.uid)
+            return
+        for kind in ("Network", "SecurityGroup", "Exposure"):
+            for stored in self._ledger.tables.of_kind(kind):
+                self._workers.insist(stored.uid)
 
     def notify_daemon_ready(self, name: str) -> None:
         """stord or nwd (or the node's readiness) came back: look at everything now."""

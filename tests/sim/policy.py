@@ -10,6 +10,8 @@ from chv.common.errors import InUse, InvalidArgument, NotFound, StaleGeneration
 from chv.common.wire import nwd_policy as policy
 from chv.common.wire.types import Done, Empty
 
+NODE_ADDRESSES = ("192.0.2.1", "192.0.2.7", "192.0.2.8", "2001:db8::7")
+
 if TYPE_CHECKING:
     from tests.sim.daemons import SimNetwork, SimNic
 
@@ -90,6 +92,14 @@ class SimPolicy:
 
     def _ListExposures(self, _: Empty) -> policy.ExposuresReply:
         return policy.ExposuresReply(exposures=[self._exposure(uid) for uid in self.exposures])
+
+    def _CheckExposure(self, params: policy.CheckExposure) -> Done:
+        for index, text in enumerate(params.exposure.addresses):
+            if text not in NODE_ADDRESSES:
+                raise InvalidArgument(
+                    f"{text} is not the node's", field=f"exposure.addresses[{index}]"
+                )
+        return Done()
 
     def _SetExposure(self, params: policy.SetExposure) -> policy.ExposureInfo:
         exposure, generation = params.exposure, params.meta.generation

@@ -42,7 +42,7 @@ class NetworkReconciler(NwdReconciler):
             return await self._ensure(stored)
         if seen.status != "ready":
             return await self._repair(stored, seen)
-        ready = condition("Ready", True, "InKernel", evidence=seen.netns)
+        ready = condition("Ready", True, "InKernel", seen.message, evidence=seen.netns)
         await self.show(stored, _status(stored, seen), ready)
         await self.settle("ready")
         return Done()

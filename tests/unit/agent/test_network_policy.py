@@ -14,7 +14,7 @@ from chv.common.errors import (
     InvalidArgument,
 )
 from chv.common.wire import agent as api
-from chv.common.wire.nwd_policy import Direction
+from chv.common.wire.nwd_policy import Direction, NetworkEvent
 from tests.helpers import wait_until
 from tests.sim.bench import (
     Bench,
@@ -432,6 +432,67 @@ async def test_what_nwd_refuses_fails_once_and_is_tried_again_when_its_network_c
         assert (await bench.engine.list_operations(request)).operations == []
         nwd._SetExposure = real  # type: ignore[method-assign]
         await settled(bench, network(publicAddresses=["192.0.2.7"]))
+        await wait_until(lambda: bench.get("Exposure", "site").status.phase == "Ready")
+
+
+@simulated
+async def test_an_address_that_is_nobodys_is_refused_at_apply() -> None:
+    async with open_bench() as bench:
+        await settled(bench, network(publicAddresses=["192.0.2.99"]))
+        mixed = ["10.9.0.200", "192.0.2.99", "192.0.2.7", "203.0.113.5"]
+        error = await refused(bench, InvalidArgument, exposure(targets=[], addresses=mixed))
+        assert (error.field, error.resource) == ("spec.addresses[3]", "Exposure default/site")
+        assert "203.0.113.5" in error.message
+        bad = exposure(targets=[], addresses=["192.0.2.300"])
+        assert "192.0.2.300" in str(await refused(bench, InvalidArgument, bad))
+        await settled(bench, exposure(targets=[], addresses=mixed[:3]))
+
+
+@simulated
+async def test_a_node_that_lost_an_address_still_takes_the_exposure_that_has_it() -> None:
+    async with open_bench() as bench:
+        await settled(bench, network(), exposure(targets=[]))
+        asked = []
+
+        def refuse(request: Any) -> None:
+            asked.append(request)
+            raise InvalidArgument("gone", field="exposure.addresses[0]")
+
+        nwd = bench.machine.host.nwd
+        nwd._CheckExposure = refuse  # type: ignore[method-assign,assignment]
+        await settled(bench, exposure(targets=[], sources=["10.0.0.0/8"]))
+        assert asked == []
+        await refused(bench, InvalidArgument, exposure(targets=[], port=81))
+
+
+@simulated
+async def test_a_network_without_an_uplink_exposes_nothing_of_the_node() -> None:
+    async with open_bench() as bench:
+        none = network(uplink="None")
+        error = await refused(bench, InvalidArgument, none, exposure(targets=[]))
+        assert error.field == "spec.addresses[0]"
+        assert "no uplink" in error.message
+
+
+@simulated
+async def test_what_failed_is_tried_again_when_nwd_says_that_the_node_has_changed() -> None:
+    async with open_bench() as bench:
+        await settled(bench, network())
+        nwd = bench.machine.host.nwd
+
+        def refuse(_: Any) -> None:
+            raise InvalidArgument("no such address", field="exposure.addresses[0]")
+
+        real, nwd._SetExposure = nwd._SetExposure, refuse  # type: ignore[method-assign,assignment]
+        (result,) = (await bench.apply(exposure(targets=[]))).results
+        assert (await bench.final(result.operation_id)).state == "Failed"
+        nwd._SetExposure = real  # type: ignore[method-assign]
+        bench.engine.notify_network_event(
+            NetworkEvent(kind="exposure", uid=uid(bench, "Exposure", "site"))
+        )
+        await anyio.sleep(5)  # of virtual time
+        assert bench.get("Exposure", "site").status.phase == "Failed", "nothing is new"
+        bench.engine.notify_network_event(NetworkEvent(kind="node"))
         await wait_until(lambda: bench.get("Exposure", "site").status.phase == "Ready")
 
 
