@@ -45,6 +45,7 @@ from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS, CollectImages
+from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
 from chv.vmm.registry import make_drivers
@@ -158,6 +159,18 @@ class Agent:
             except Unavailable:
                 await anyio.sleep(RETRY_S)
 
+    async def watch_networks(self) -> None:
+        """Hand what nwd sees to the engine; over and over, as nwd comes and goes."""
+        assert self.engine is not None
+        while True:
+            try:
+                async with connect(self.layout.socket("nwd")) as client:
+                    await client.stream(WATCH_NETWORKS, Empty(), self.engine.notify_network_event)
+            except ChvError as error:
+                if not isinstance(error, Unavailable):
+                    log.warning("networks.not_watched", error=str(error))
+                await anyio.sleep(RETRY_S)
+
     async def collect_images(self) -> None:
         """Remove what no Image has, an hour after the start and each hour."""
         assert self.engine is not None
@@ -244,6 +257,7 @@ async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> No
         agent.images.run,
         agent.collect_images,
         agent.watch_storage,
+        agent.watch_networks,
         agent.watch_host,
         agent.probes.ensure,
     ):
