@@ -18,6 +18,7 @@ from chv.agent.admission_rules import check_delete
 from chv.agent.cascade import marked_deleting
 from chv.agent.context import Context
 from chv.agent.keys import exists
+from chv.agent.network.exposure_check import check_exposures
 from chv.agent.network.reconciler import topology
 from chv.agent.records import (
     Change,
@@ -70,6 +71,7 @@ class Mutations:
         resources = ordered([parse(raw) for raw in request.objects])
         digest = _digest("apply", *map(encode, resources))
         await self._check_networks(resources)
+        await check_exposures(self._context, resources)
         await self._check_user_data(resources)
         self._check_keys(resources)
         ledger = self._context.ledger
