@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 import anyio
+import msgspec
 import tenacity
 from qemu.qmp import (
     ConnectError,
@@ -79,6 +80,16 @@ class _Client(QMPClient):
         return msg
 
 
+class _Version(msgspec.Struct, frozen=True):
+    major: int
+    minor: int
+    micro: int
+
+
+class _Greeted(msgspec.Struct, frozen=True):
+    qemu: _Version
+
+
 class Monitor:
     """Typed calls on one connection."""
 
@@ -95,10 +106,11 @@ class Monitor:
     def version(self) -> str:
         """The storage daemon's version, as it greeted; empty where it did not say."""
         greeting = self._client.greeting
-        if greeting is None:
+        try:
+            version = msgspec.convert(greeting and greeting.QMP.version, _Greeted).qemu
+        except msgspec.ValidationError:
             return ""
-        version = cast(dict[str, dict[str, int]], greeting.QMP.version)["qemu"]
-        return ".".join(str(version[part]) for part in ("major", "minor", "micro"))
+        return f"{version.major}.{version.minor}.{version.micro}"
 
     async def close(self) -> None:
         """Disconnect; never fails."""

@@ -180,3 +180,19 @@ async def test_what_was_dropped_is_closed(tmp_path: Path) -> None:
 
         assert made.clients == 2
         await monitors.close()
+
+
+async def test_the_version_is_what_the_daemon_greets_with_and_nothing_where_it_says_nonsense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"qemu": {"major": 10, "minor": 0, "micro": 13}, "package": "Debian"}
+    for number, told in enumerate(("10.0.13", "", "")):
+        version = (said, {"qemu": {"major": "x"}}, {})[number]
+        monkeypatch.setitem(GREETING["QMP"], "version", version)
+        monitors, path = Monitors(), tmp_path / f"m{number}"
+        async with daemon(path):
+            monitor = await monitors.take("vm", path, UID)
+            assert (monitor.version, monitors.versions["vm"]) == (told, told)
+            await monitors.give_back("vm", path, monitor)
+            await monitors.drop("vm")
+            assert "vm" not in monitors.versions
