@@ -251,9 +251,9 @@ Step = (
 
 def step_name(step: Step) -> str:
     """Return `make_netns` for MakeNetns: the name in logs and failpoints."""
-    return _name_of(type(step))
+    return _words(type(step).__name__)
 
 
 @cache
-def _name_of(kind: type) -> str:
-    return _WORD.sub("_", kind.__name__).lower()
+def _words(name: str) -> str:
+    return _WORD.sub("_", name).lower()
