@@ -28,8 +28,7 @@ from chv.agent.records import (
 from chv.agent.vm import model, plugging, steps
 from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
-from chv.agent.vm.disks import Asker, attach_all_request, raise_failures
-from chv.agent.vm.disks import attach_request as attach_volume_request
+from chv.agent.vm.disks import Asker, attach, detach
 from chv.agent.vm.ending import forget_worker
 from chv.agent.vm.journal import NAMES, title
 from chv.agent.vm.ladder import Ladder
@@ -87,9 +86,9 @@ class Applier:
             case steps.PrepareStep():
                 await self._prepare()
             case steps.AttachVolumeStep():
-                await self._attach_volume(step)
+                await self._attach_volumes(step)
             case steps.AttachVolumesStep(volumes=volumes):
-                await self._attach_volumes(volumes)
+                await self._attach_volumes(*volumes)
             case steps.RestartStorageStep():
                 await restart_storage(self._context, self._uid, self._desired.storage_request)
             case steps.AttachNicStep(nic_id=nic_id):
@@ -151,6 +150,12 @@ class Applier:
                 await plugging.plug_nic(self._context, vm, step, self._nics)
             case steps.RemoveNicStep():
                 await plugging.unplug_nic(self._context, vm, step.nic_id)
+            case steps.SetCpusStep(cpus=cpus):
+                await port.set_cpus(vm, cpus)
+                await self._put_sizes(cpus=cpus)
+            case steps.SetMemoryStep(memory_bytes=memory_bytes):
+                await port.set_memory(vm, memory_bytes)
+                await self._put_sizes(memory_bytes=memory_bytes)
             case steps.ThawStep():
                 await port.thaw_guest(vm)
                 await self._put_worker(frozen=False)
@@ -190,6 +195,15 @@ class Applier:
             row = _replace(self._row, **changes)
             await self._context.ledger.commit_held(PutWorker(row=row))
 
+    async def _put_sizes(self, **sizes: int) -> None:
+        """Record what the VMM was given, and so what its spec has by now."""
+        async with self._context.ledger.writing():
+            row = _replace(self._row, config=_replace(self._row.config, **sizes))
+            if row.spec is not None:
+                now = self._vm.spec
+                row = _replace(row, spec=_replace(row.spec, cpus=now.cpus, memory=now.memory))
+            await self._context.ledger.commit_held(PutWorker(row=row))
+
     async def _put_facts(self, **changes: object) -> None:
         """Change facts on top of what they are by then."""
         async with self._context.ledger.writing():
@@ -206,35 +220,15 @@ class Applier:
         await self._put_facts(files_made=True)
         await self._context.world.vmm.prepare(self._handle)
 
-    async def _attach_volume(self, step: steps.AttachVolumeStep) -> None:
-        meta = self._context.meta(self._operation_id, step.generation)
-        request = attach_volume_request(self._asker, step, meta)
-        self._is_served(await self._context.stord.call(stord.ATTACH_VOLUME, request))
-
-    async def _attach_volumes(self, volumes: tuple[steps.AttachVolumeStep, ...]) -> None:
-        """What was attached stays so where another was not: the next pass asks for that alone."""
-        request = attach_all_request(
-            self._asker, volumes, self._context.meta(self._operation_id, 0)
-        )
-        outcomes = (await self._context.stord.call(stord.ATTACH_VOLUMES, request)).outcomes
-        for outcome in outcomes:
-            if outcome.attachment is not None:
-                self._is_served(outcome.attachment)
-        raise_failures(outcomes)
-
-    @property
-    def _asker(self) -> Asker:
-        return Asker(
+    async def _attach_volumes(self, *volumes: steps.AttachVolumeStep) -> None:
+        vm = Asker(
             vm_id=self._uid,
             slot=facts_of(self._stored).slot,
             layout=self._context.world.layout,
             # The storage daemon starts with the first disk and must suit all of them.
             network=any(each.network for each in self._sight.volumes.values()),
         )
-
-    def _is_served(self, info: stord.AttachmentInfo) -> None:
-        self._served[info.volume_id] = info
-        self._context.wake(info.volume_id)
+        self._served |= await attach(self._context, vm, volumes, self._operation_id)
 
     async def _attach_nic(self, nic_id: str) -> None:
         desired = desired_vm(self._context.ledger.tables, self._stored)
@@ -390,23 +384,13 @@ class Applier:
         return stored is not None and facts_of(stored).force_stop
 
     async def _detach_volume(self, volume_uid: str) -> None:
-        request = stord.DetachVolumeFromVm(
-            meta=self._context.meta(self._operation_id, self._generation_of(volume_uid)),
-            volume_id=volume_uid,
-            vm_id=self._uid,
-        )
-        with suppress(NotFound):  # that is what we want
-            await self._context.stord.call(stord.DETACH_VOLUME, request)
+        await detach(self._context, self._uid, volume_uid, self._operation_id)
         self._memory.regrown |= {
             disk.grow_now
             for disk in self._desired.disks
             if disk.grow_now and disk.volume_uid == volume_uid
         }
         self._context.wake(volume_uid)
-
-    def _generation_of(self, uid: str) -> int:
-        stored = self._context.stored(uid)
-        return stored.resource.metadata.generation if stored else 0
 
     async def _detach_nic(self, nic_id: str) -> None:
         seen = self._sight.nics.get(nic_id)
