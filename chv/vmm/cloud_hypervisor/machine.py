@@ -16,6 +16,8 @@ from chv.vmm.cloud_hypervisor.journal import Journal
 from chv.vmm.cloud_hypervisor.refusals import NoVm, Refused
 from chv.vmm.driver import VmmState
 
+# A VMM that confined itself to the files of its first VM opens no others.
+AGAIN = "the VM was removed from its VMM: create it again, with other files in a new VMM"
 NOT_FOUND_SINCE = 53  # before, a missing VM is a failure like any other
 
 _STATES = {
@@ -89,7 +91,7 @@ class Machine:
         """Build the VM and let it run. After a failure there is no VM any more: create it again."""
         if seen.history.boot_begun:
             await self.delete()
-            raise FailedPrecondition("an earlier boot failed half-way", hint="create the VM again")
+            raise FailedPrecondition("an earlier boot failed half-way", hint=AGAIN)
         backends.require_listening(seen.present)
         refused: ChvError | None = None
         try:
@@ -98,9 +100,7 @@ class Machine:
             refused = error
         if refused is not None:
             await self.delete()  # its device lists may be gone: it would boot without a disk
-            raise FailedPrecondition(
-                refused.message, hint="the VM was removed from its VMM: create it again"
-            )
+            raise FailedPrecondition(refused.message, hint=AGAIN)
 
     async def reboot(self, seen: Seen) -> None:
         """Rebuild the running VM; as `boot`."""
@@ -113,9 +113,7 @@ class Machine:
             refused = error
         if refused is not None:
             await self.delete()
-            raise FailedPrecondition(
-                refused.message, hint="the VM was removed from its VMM: create it again"
-            )
+            raise FailedPrecondition(refused.message, hint=AGAIN)
 
     async def stop(self) -> None:
         """Cut the VM off; waits for no disk."""

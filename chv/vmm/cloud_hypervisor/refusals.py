@@ -63,13 +63,20 @@ def messages(body: bytes) -> tuple[str, ...]:
     return tuple(" ".join(part.split()) for part in plain if part)
 
 
+def _cause(chain: tuple[str, ...]) -> str:
+    """Return the root cause, which may be no more than "Permission denied", and what it spoilt."""
+    *outer, cause = chain or ("no reason given",)
+    where = f" ({outer[-1]})" if outer and outer[-1] not in cause else ""
+    return f"{cause}{where}"[:CAUSE_CHARS_MAX]
+
+
 def refusal(call: str, response: Response) -> ChvError:
     """Return the error for an answer that is no success, and log all that was said."""
     chain = messages(response.body)
     said = response.body.decode(errors="replace")[:BODY_CHARS_LOGGED_MAX]
-    _log.warning("ch.refused", call=call, status=response.status, said=said)
-    cause = (chain[-1] if chain else "no reason given")[:CAUSE_CHARS_MAX]
-    text = f"Cloud Hypervisor refuses {call}: {cause}"
+    tell = _log.debug if response.status in (404, 429) else _log.warning
+    tell("ch.refused", call=call, status=response.status, said=said)
+    text = f"Cloud Hypervisor refuses {call}: {_cause(chain)}"
     if response.status == 400 and response.server == PROTOCOL_SERVER:
         return Internal(f"{text} (malformed request)")
     match response.status:

@@ -1,0 +1,39 @@
+"""Whether the threads of a VMM are held by their seccomp filters, as the kernel shows it.
+
+The main thread has none in v53, so that "every thread" would be the wrong question: those that
+touch the guest or a client are looked at by name. Fails with NotFound where the process is gone.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from chv.common.errors import NotFound
+
+ALWAYS = ("event-monitor", "http-server", "vmm", "vmm_signal_hand")
+_VCPU = re.compile(r"vcpu[0-9]+")
+_MODE = re.compile(r"^Seccomp:\s*([0-9])$", re.MULTILINE)
+_FILTER = "2"
+
+
+def unfiltered(pid: int) -> tuple[str, ...]:
+    """Return the threads that have no filter, or that are not there though they should be."""
+    modes = _modes(pid)
+    wanted = {*ALWAYS, *filter(_VCPU.fullmatch, modes)}
+    return tuple(sorted(name for name in wanted if modes.get(name) != _FILTER))
+
+
+def _modes(pid: int) -> dict[str, str]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except FileNotFoundError as error:
+        raise NotFound(f"no process {pid}") from error
+    found: dict[str, str] = {}
+    for task in tasks:
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended since
+            name = (task / "comm").read_text().strip()
+            mode = _MODE.search((task / "status").read_text())
+            found[name] = mode[1] if mode else "0"
+    return found

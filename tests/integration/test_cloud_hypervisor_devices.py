@@ -1,0 +1,181 @@
+"""Disks and NICs of the real Cloud Hypervisor: plugged, let go of, refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import anyio
+import msgspec
+import pytest
+
+from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from chv.vmm.cloud_hypervisor import devices, spec
+from chv.vmm.driver import NicConfig, PluggedDisk, VmmState
+from tests.cloud_hypervisor_rig import World, open_world
+from tests.helpers import taps_of, wait_until
+from tests.vmm_rigs import open_tap
+
+pytestmark = pytest.mark.root
+NIC = NicConfig(id="net0", mac="52:54:00:12:34:56")
+SPARE_NIC = NicConfig(id="net1", mac="52:54:00:12:34:57")
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with open_world() as made:
+        yield made
+
+
+async def test_disks_and_nics_are_there_from_the_first_boot_on(world: World) -> None:
+    disk, _ = await world.serve("root")
+    with open_tap() as tap:
+        vm = await world.vm(disks=(disk,), nics=(NIC,), cmdline="disk=check,sectors=8")
+        await vm.start({"net0": (tap,)})
+        assert b"virtio=3" in vm.heard or b"virtio=2" in vm.heard
+        await vm.says(b"disk-done disk=0 plan=check ok=1")
+        assert await vm.driver.disks(vm.dir) == (PluggedDisk(id="root", connected=None),)
+        assert await vm.driver.nics(vm.dir) == ("net0",)
+        assert len(taps_of(vm.pid)) >= 1
+
+
+async def test_a_nics_tap_survives_resets_in_the_vmm(world: World) -> None:
+    with open_tap() as tap:
+        vm = await world.vm(nics=(NIC,))
+        await vm.start({"net0": (tap,)})
+        held = set(taps_of(vm.pid))
+    await vm.driver.reset(vm.dir)
+    assert await vm.driver.nics(vm.dir) == ("net0",)
+    await vm.driver.halt(vm.dir)
+    await vm.driver.boot(vm.dir)
+    assert set(taps_of(vm.pid)) == held
+
+
+async def test_a_disk_is_plugged_and_let_go_of_and_plugged_again(world: World) -> None:
+    spare, _ = await world.serve("spare")
+    vm = await world.vm(cmdline="disk=none")
+    await vm.start()
+    for _ in range(2):  # the same id again, once it is free
+        for _ in range(2):
+            await vm.driver.add_disk(vm.dir, spare)
+        await vm.says(b"hot=1")
+        assert [disk.id for disk in await vm.driver.disks(vm.dir)] == ["spare"]
+        for _ in range(2):
+            await vm.driver.remove_disk(vm.dir, "spare")
+        assert await vm.driver.disks(vm.dir) == ()
+
+
+async def test_a_nic_is_plugged_and_let_go_of_and_its_tap_with_it(world: World) -> None:
+    vm = await world.vm()
+    await vm.start()
+    with open_tap() as tap:
+        for _ in range(2):
+            await vm.driver.add_nic(vm.dir, SPARE_NIC, (tap,))
+        await vm.says(b"hot=1")
+        assert await vm.driver.nics(vm.dir) == ("net1",)
+        for _ in range(2):
+            await vm.driver.remove_nic(vm.dir, "net1")
+        assert await vm.driver.nics(vm.dir) == ()
+        await wait_until(lambda: not taps_of(vm.pid))
+
+
+async def test_a_removal_that_the_guest_ignores_is_pending_and_never_asked_for_twice(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "REMOVE_S_MAX", 0.3)
+    spare, _ = await world.serve("spare")
+    vm = await world.vm(cmdline="end=halt")
+    await vm.start()
+    await vm.says(b"end how=halt")
+    await vm.driver.add_disk(vm.dir, spare)
+    for _ in range(2):  # a second request would be an error of the VMM's
+        with pytest.raises(DeadlineExceeded, match="not let go of disk spare"):
+            await vm.driver.remove_disk(vm.dir, "spare")
+        assert [disk.id for disk in await vm.driver.disks(vm.dir)] == ["spare"]
+    with pytest.raises(FailedPrecondition, match="has not let go"):
+        await vm.driver.add_disk(vm.dir, spare)
+    await vm.driver.reset(vm.dir)
+    assert await vm.driver.disks(vm.dir) == ()
+
+
+async def test_nothing_is_removed_where_no_vcpu_could_let_go(world: World) -> None:
+    spare, _ = await world.serve("spare")
+    vm = await world.vm()
+    await vm.start()
+    await vm.driver.add_disk(vm.dir, spare)
+    await vm.driver.pause(vm.dir)
+    with pytest.raises(FailedPrecondition, match="paused"):
+        await vm.driver.remove_disk(vm.dir, "spare")
+    await vm.driver.resume(vm.dir)
+    await vm.driver.remove_disk(vm.dir, "spare")
+
+
+async def test_a_disk_whose_back_end_is_not_there_is_refused_at_once(world: World) -> None:
+    """The VMM would stand still for 60 s."""
+    disk, child = await world.serve("root")
+    vm = await world.vm(disks=(disk,))
+    await vm.create()
+    await child.terminate(grace_s=0)
+    with anyio.fail_after(2):
+        with pytest.raises(Unavailable, match="nothing listens"):
+            await vm.driver.boot(vm.dir)
+        with pytest.raises(Unavailable, match="nothing answers"):
+            spare = msgspec.structs.replace(disk, id="spare")
+            await vm.driver.add_disk(vm.dir, spare)
+    assert await vm.state() is VmmState.CREATED
+    await world.serve("root")
+    await vm.driver.boot(vm.dir)
+    assert await vm.state() is VmmState.RUNNING
+
+
+async def test_a_failed_boot_leaves_no_vm_that_would_boot_without_its_disks(world: World) -> None:
+    kernel = world.base / "kernel"
+    kernel.write_bytes(b"no kernel")
+    vm = await world.vm(kernel=str(kernel))
+    await vm.create()
+    with pytest.raises(FailedPrecondition) as caught:
+        await vm.driver.boot(vm.dir)
+    assert "create it again" in caught.value.hint
+    assert await vm.state() is VmmState.EMPTY
+    kernel.write_bytes(world.guest().read_bytes())
+    await vm.start()
+    assert await vm.state() is VmmState.RUNNING
+
+
+async def test_a_vm_is_cut_off_though_its_disk_is_dead_and_comes_back(world: World) -> None:
+    disk, child = await world.serve("root")
+    vm = await world.vm(disks=(disk,), cmdline="disk=writer")
+    await vm.start()
+    await vm.says(b"acked disk=0")
+    await child.terminate(grace_s=0)
+    with anyio.fail_after(2):
+        await vm.driver.halt(vm.dir)
+    assert await vm.state() is VmmState.CREATED
+    await world.serve("root")
+    await vm.driver.await_disks(vm.dir, ("root",))
+    await vm.driver.reset(vm.dir)
+    await vm.driver.resume(vm.dir)
+    await vm.hear()
+    await vm.says(b"acked disk=0")
+
+
+async def test_an_interrupted_create_is_made_anew_and_a_whole_one_is_left(world: World) -> None:
+    with open_tap() as tap:
+        vm = await world.vm(nics=(NIC,))
+        machine = vm.driver._machine(vm.dir)
+        body = spec.vm_config(vm.config, version=(53, 0), landlock=False)
+        await machine.api.change("vm.create", body)  # and then the agent died
+        assert await vm.driver.nics(vm.dir) == ()
+        await vm.create({"net0": (tap,)})
+        assert await vm.driver.nics(vm.dir) == ("net0",)
+        await vm.driver.create(vm.dir, vm.config, {"net0": (tap,)})
+    await vm.driver.boot(vm.dir)
+    await vm.driver.create(vm.dir, vm.config, {})
+    assert await vm.state() is VmmState.RUNNING
+
+
+async def test_a_disk_of_a_file_cannot_be_plugged_later(world: World) -> None:
+    spare, _ = await world.serve("spare")
+    vm = await world.vm()
+    await vm.start()
+    with pytest.raises(InvalidArgument, match="plugged later"):
+        await vm.driver.add_disk(vm.dir, msgspec.structs.replace(spare, kind="file"))
