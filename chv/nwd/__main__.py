@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -33,8 +34,10 @@ from chv.common.wire.nwd_policy import POLICY_METHODS
 from chv.common.wire.types import HELLO, PROTOCOL_VERSIONS, HelloReply, HelloRequest
 from chv.nwd import runfiles
 from chv.nwd.blueprint import Settings
+from chv.nwd.bounds import connections_default
 from chv.nwd.host import Host
 from chv.nwd.keeper import Keeper
+from chv.nwd.kernel import sysctl
 from chv.nwd.nft.ruleset import Nft
 from chv.nwd.parts import Parts
 from chv.nwd.records import MIGRATIONS, Records
@@ -81,13 +84,19 @@ async def _parts(config: configuration.Config, layout: Layout, store: Store) -> 
     limits = (config.limits.restarts_max, config.limits.restart_window_s)
     return Parts(
         layout=layout,
-        settings=Settings.of(config),
+        settings=replace(Settings.of(config), connections_max=_connections_max()),
         records=records,
         provider=provider,
         workers=Workers(layout, records, provider, SystemClock(), limits),
         nft=Nft(),
         boot_id=boot_id(),
     )
+
+
+def _connections_max() -> int:
+    bound = connections_default(sysctl.read("net.netfilter.nf_conntrack_max"))
+    log.info("connections_bound", nic_max=bound)
+    return bound
 
 
 def _hello(

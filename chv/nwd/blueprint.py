@@ -40,6 +40,7 @@ class Settings:
     forwarders: Sequence[str]
     reserved: Sequence[str]
     lease_s: int
+    connections_max: int = 0  # of a NIC for which nobody says; 0: unlimited
 
     @classmethod
     def of(cls, config: Config) -> Settings:
@@ -104,7 +105,8 @@ def _crowd(layout: Layout, settings: Settings, network: Network, nics: Sequence[
     """Return the NICs of a network, brought up to date."""
 
     def make(*_: object) -> Crowd:
-        return Crowd(layout, network, _dns_network(layout, settings, network))
+        dns = _dns_network(layout, settings, network)
+        return Crowd(layout, network, dns, settings.connections_max)
 
     crowd = _CROWDS.get(network.network_id, (layout, settings, network), make)
     crowd.follow(nics)

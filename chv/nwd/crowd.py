@@ -13,7 +13,7 @@ from chv.common.wire.nwd import L2Mode
 from chv.nwd.dnsmasq import DnsNetwork, DnsNic, Texts
 from chv.nwd.kept import Followed
 from chv.nwd.nft.model import NicRules
-from chv.nwd.plan import BRIDGE
+from chv.nwd.plan import BRIDGE, TAP
 from chv.nwd.policy import nic_rules
 from chv.nwd.records import Network, Nic
 from chv.nwd.shaping import shaping
@@ -23,8 +23,11 @@ from chv.nwd.steps import WantedLink
 class Crowd:
     """Follows the NICs of a network that stays the same."""
 
-    def __init__(self, layout: Layout, network: Network, dns: DnsNetwork) -> None:
+    def __init__(
+        self, layout: Layout, network: Network, dns: DnsNetwork, connections_max: int = 0
+    ) -> None:
         self._layout = layout
+        self._connections_max = connections_max  # of who says nothing
         self._network = network
         self._followed: Followed[Nic] = Followed()
         self._taps: dict[int, WantedLink] = {}
@@ -45,7 +48,7 @@ class Crowd:
 
     def _add(self, key: int, nic: Nic) -> None:
         self._texts.put(DnsNic(nic.mac, nic.address, nic.hostname, nic.address6))
-        self._rules[key] = nic_rules(self._layout, nic)
+        self._rules[key] = nic_rules(self._layout, nic, self._connections_max)
         self._taps[key] = _tap(self._layout, self._network, nic)
 
     def taps(self) -> tuple[WantedLink, ...]:
@@ -70,7 +73,7 @@ def _tap(layout: Layout, network: Network, nic: Nic) -> WantedLink:
     is_isolated = network.topology.l2 is L2Mode.ISOLATED
     return WantedLink(
         name=layout.tap(nic.nic_id),
-        kind="tun",
+        kind=TAP,
         alias=alias(layout, network.network_id, f"nic:{nic.nic_id}"),
         mtu=network.topology.mtu,
         master=BRIDGE,

@@ -144,6 +144,7 @@ class Nics:
             queues=row.queues,
             security_groups=row.groups,
             shape=row.shape,
+            connections_max=row.connections_max or self._parts.settings.connections_max,
             state=state,
             message=message,
         )

@@ -54,8 +54,8 @@ def _targets(rows: Sequence[ExposureRow], nics: Sequence[Nic]) -> dict[str, Nic]
     return {nic.nic_id: nic for nic in nics if nic.nic_id in wanted} if wanted else {}
 
 
-def nic_rules(layout: Layout, nic: Nic) -> NicRules:
-    """Return what the rules need to know of a NIC."""
+def nic_rules(layout: Layout, nic: Nic, connections_max: int = 0) -> NicRules:
+    """Return what the rules need to know of a NIC; its bound, where it says none, as given."""
     return NicRules(
         nic_id=nic.nic_id,
         tap=layout.tap(nic.nic_id),
@@ -63,7 +63,7 @@ def nic_rules(layout: Layout, nic: Nic) -> NicRules:
         addresses=nic.addresses,
         guest_ports=tuple(nic.guest_ports),
         groups=tuple(nic.groups),
-        connections_max=nic.connections_max,
+        connections_max=nic.connections_max or connections_max,
         public=nic.public_address,
     )
 

@@ -173,7 +173,7 @@ class AttachVmNic(Message, frozen=True, kw_only=True):
     TCP ports that OpenGuestConnection may reach from the gateway. Without `security_groups` the
     guest may reach everything that the network reaches and is reached by nothing; with them, only
     what their rules allow, both ways. `connections_max` bounds its tracked connections, both ways
-    (0: the network's own bound). `public_address`, one of the network's, is the source of what it
+    (0: the node's, which NicInfo says). `public_address`, one of the network's, is the source of what it
     sends out. A newer generation changes all but VM and network.
     """
 
@@ -218,6 +218,7 @@ class NicInfo(Reply, frozen=True, kw_only=True):
     queues: int = 1
     security_groups: list[str] = []
     shape: Shape = Shape()  # as the kernel has it, where it was looked at
+    connections_max: int = 0  # in force: asked for, or the node's own
     state: str = "attached"
     message: str = ""
     carrier: bool = True
