@@ -359,7 +359,7 @@ class VmmStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A NIC as nwd reports it."""
+    """A NIC as nwd reports it. `maxConnections`: the bound in force."""
 
     name: str
     network: str
@@ -367,6 +367,7 @@ class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     address: str
     address6: str = ""
     tap: str = ""
+    max_connections: int = 0
 
 
 class DiskStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
