@@ -334,6 +334,7 @@ def _interfaces(picture: Picture) -> list[InterfaceStatus]:
                     address=info.address,
                     address6=info.address6,
                     tap=info.tap,
+                    max_connections=info.connections_max,
                 )
             )
     return found
