@@ -7,6 +7,8 @@ the number of its profile, and the number to the profile's chain: a change of a 
 and the kernel, which checks every way through the table at each change, finds few.
 The library reads every set of a table for each change, so there are few as well: members of
 groups, counted connections and rates are in one each, under the number of their group or rule.
+What stands passes by no verdict map: the elements of one are gone for a moment while the kernel
+takes the rules that a reload replaces out of use, and a dropped packet costs a stream 200 ms.
 The frame depends on the network alone; groups, exposures and NICs are chains, sets and elements
 that others render (`groups`, `exposures`).
 """
@@ -115,7 +117,8 @@ def _input(network: NetworkRules, bridge: str, six: bool) -> str:
 {"" if six else "  meta nfproto ipv6 drop" + chr(10)}\
   iifname {bridge} udp sport 68 udp dport 67 accept
 {_input_before6(network, bridge) if six else ""}\
-  ct state vmap {{ established : accept, related : accept, invalid : drop }}
+  ct state established,related accept
+  ct state invalid drop
   iifname {bridge} ip daddr {gateway} udp dport 53 accept
   iifname {bridge} ip daddr {gateway} tcp dport 53 accept
 {_input_after6(network, bridge) if six else ""}{_metadata(network, bridge, six)}\
@@ -167,7 +170,8 @@ def _forward_out(network: NetworkRules, bridge: str, six: bool) -> str:
   type filter hook forward priority filter - 1; policy drop;
 {"" if six else "  meta nfproto ipv6 drop" + chr(10)}\
   tcp flags syn tcp option maxseg size set rt mtu
-  ct state vmap {{ established : accept, related : accept, invalid : drop }}
+  ct state established,related accept
+  ct state invalid drop
 {from_uplink}  iifname != {bridge} counter drop
   ip daddr 169.254.0.0/16 goto not_allowed_out
   ip6 daddr {METADATA6} goto not_allowed_out
@@ -213,7 +217,7 @@ def _output(network: NetworkRules, bridge: str, six: bool) -> str:
 {"" if six else "  meta nfproto ipv6 drop" + chr(10)}\
   icmp type redirect drop
   icmpv6 type nd-redirect drop
-  ct state vmap {{ established : accept, related : accept }}
+  ct state established,related accept
   oifname {bridge} udp sport 67 udp dport 68 accept
   oifname {bridge} ip saddr {gateway} ip daddr . tcp dport @guest_ports4 accept
   oifname {bridge} ip saddr {gateway} ip daddr . tcp dport @checked4 accept

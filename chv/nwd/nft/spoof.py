@@ -42,7 +42,8 @@ _SOLICITED = "{ nd-neighbor-solicit, mld-listener-report, mld2-listener-report }
 
 def table(*, v6: bool) -> str:
     """Return the table without its comment, which takes the place of COMMENT."""
-    ip6 = ", ip6 : goto ip6_check" if v6 else ""
+    # No verdict map: see `gateway`.
+    ip6 = "  ether type ip6 goto ip6_check\n" if v6 else ""
     counted = "".join(_counted(reason) for reason in REASONS)
     return f"""table bridge chv {{
  COMMENT
@@ -53,7 +54,9 @@ def table(*, v6: bool) -> str:
 {counted}{_ARP_AND_IP}{_LOCALS + _IP6 if v6 else ""} chain prerouting {{
   type filter hook prerouting priority -200; policy drop;
   iifname . ether saddr != @port_mac goto drop_spoofed_mac
-  ether type vmap {{ arp : goto arp_check, ip : goto ip_check, 0x8035 : accept{ip6} }}
+  ether type ip goto ip_check
+{ip6}  ether type arp goto arp_check
+  ether type 0x8035 accept
   goto drop_unknown_protocol
  }}
 }}
