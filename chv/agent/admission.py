@@ -17,6 +17,7 @@ from chv.agent.network.admission import check_exposed
 from chv.agent.network.apart import check_apart
 from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VmFacts
 from chv.agent.references import references, referrers
+from chv.agent.strategies import BY_FILE
 from chv.agent.tables import Tables
 from chv.common.errors import (
     Conflict,
@@ -199,7 +200,9 @@ class _Future:
                 hint="delete one, or raise limits.vms_max",
             )
         self._slots.add(slot)
-        return VmFacts(slot=slot, last_strategy=_running(resource.spec.run_strategy))
+        strategy = resource.spec.run_strategy
+        reason = BY_FILE if strategy is RunStrategy.HALTED else ""
+        return VmFacts(slot=slot, last_strategy=_running(strategy), stop_reason=reason)
 
     def _compare_and_set(self, before: StoredObject, given: ObjectMeta) -> None:
         current = before.resource.metadata
@@ -265,8 +268,16 @@ def _facts_after(before: StoredObject, after: Resource, *, new_nics: bool) -> Vm
         given_up="",
         last_strategy=facts.last_strategy if halted else strategy,
         force_stop=False,
-        stop_reason="runStrategy is Halted" if halted else "",
+        stop_reason=_stop_reason(before, halted=halted),
     )
+
+
+def _stop_reason(before: StoredObject, *, halted: bool) -> str:
+    """Return who stops it; of a VM that is stopped already that is known."""
+    assert isinstance(before.resource, VirtualMachine) and before.facts is not None
+    if halted and before.resource.spec.run_strategy is RunStrategy.HALTED:
+        return before.facts.stop_reason
+    return BY_FILE if halted else ""
 
 
 def _nic_part(vm: VirtualMachine) -> object:
