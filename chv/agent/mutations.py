@@ -28,6 +28,7 @@ from chv.agent.records import (
     RequestRow,
     StoredObject,
 )
+from chv.agent.strategies import keep_stopped, silent
 from chv.agent.verbs import acted
 from chv.agent.vm.desired import vm_of
 from chv.agent.volume.verbs import cancelled, requested, under_way, with_request
@@ -68,7 +69,9 @@ class Mutations:
     async def apply(self, request: api.Apply) -> api.ApplyReply:
         """Check all objects, then store all."""
         self._context.world.gate.check("create")
-        resources = ordered([parse(raw) for raw in request.objects])
+        parsed = [parse(raw) for raw in request.objects]
+        unsaid = silent(parsed, request.objects)
+        resources = ordered(parsed)
         digest = _digest("apply", *map(encode, resources))
         await self._check_networks(resources)
         await check_exposures(self._context, resources)
@@ -79,7 +82,8 @@ class Mutations:
             known = await self._recorded(request.idempotency_key, digest)
             if known is not None:
                 return msgspec.json.decode(known.reply, type=api.ApplyReply)
-            admitted = admit(self._context, resources, request.requester, request.reason)
+            meant = keep_stopped(ledger.tables, resources, unsaid)
+            admitted = admit(self._context, meant, request.requester, request.reason)
             if admitted.changes:
                 await self.refuse_when_short()
             reply = api.ApplyReply(results=list(admitted.results))
