@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from chv.nwd import runfiles
 from chv.nwd.blueprint import host_sysctls, inner_sysctls
+from chv.nwd.kept import Kept
 from chv.nwd.kernel import (
     link_addresses,
     links,
@@ -26,8 +27,10 @@ from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6, Route
 from chv.nwd.kernel.rtnl import Rtnl, adopt_socket, open_rtnl, open_socket
 from chv.nwd.parts import Parts
-from chv.nwd.plan import BRIDGE, UPLINK, NetnsState, ObservedNetwork, SeenLink
+from chv.nwd.plan import BRIDGE, TAP, UPLINK, NetnsState, ObservedNetwork, SeenLink
 from chv.nwd.shaping import SeenShape
+
+_NO_ADDRESSES: frozenset[str] = frozenset()
 
 
 class Sockets:
@@ -102,17 +105,15 @@ def _look(parts: Parts, network_id: str) -> _Look:
             addresses=link_addresses.read(),
             routes=routes.read(),
             proxies=neighbours.proxied_all(bridge.index) if bridge is not None else frozenset(),
-            shapes=tc.read(found, _ifbs(parts, network_id, found)),
+            shapes=tc.read(found, _ifbs(parts, found)),
         )
 
     return netns.visit(path, visit)
 
 
-def _ifbs(parts: Parts, network_id: str, found: Mapping[str, Link]) -> dict[str, str]:
+def _ifbs(parts: Parts, found: Mapping[str, Link]) -> dict[str, str]:
     """Return the ifb, there or not, of each tap that is there."""
-    nics = [nic.nic_id for nic in parts.records.nics_of(network_id)]
-    ifbs = {parts.layout.tap(nic_id): parts.layout.ifb(nic_id) for nic_id in nics}
-    return {tap: ifb for tap, ifb in ifbs.items() if tap in found}
+    return {name: parts.layout.ifb_of(name) for name, link in found.items() if link.kind == TAP}
 
 
 async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNetwork:
@@ -239,17 +240,28 @@ def seen(found: Mapping[str, Link], addresses: Mapping[int, frozenset[str]]) -> 
     """Return links as the planner sees them: names instead of numbers."""
     names = {link.index: link.name for link in found.values()}
     return {
-        link.name: SeenLink(
-            kind=link.kind,
-            mac=link.mac,
-            mtu=link.mtu,
-            up=link.up,
-            alias=link.alias,
-            master=names.get(link.master, ""),
-            isolated=link.isolated,
-            owner_uid=link.owner_uid,
-            addresses=addresses.get(link.index, frozenset()),
-            multi_queue=link.multi_queue,
+        name: _SEEN.get(
+            name,
+            (link, names.get(link.master, ""), addresses.get(link.index, _NO_ADDRESSES)),
+            _seen,
         )
-        for link in found.values()
+        for name, link in found.items()
     }
+
+
+def _seen(link: Link, master: str, addresses: frozenset[str]) -> SeenLink:
+    return SeenLink(
+        kind=link.kind,
+        mac=link.mac,
+        mtu=link.mtu,
+        up=link.up,
+        alias=link.alias,
+        master=master,
+        isolated=link.isolated,
+        owner_uid=link.owner_uid,
+        addresses=addresses,
+        multi_queue=link.multi_queue,
+    )
+
+
+_SEEN: Kept[SeenLink] = Kept()  # by name: what is the same link in the same place stays the same

@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
+from chv.nwd.kept import Kept
 from chv.nwd.shaping import SeenShape, is_right, is_wanted
 from chv.nwd.steps import (
     AddAddress,
@@ -45,7 +47,7 @@ from chv.nwd.steps import (
 )
 
 LOOPBACK, BRIDGE, UPLINK = "lo", "br0", "up0"
-VETH, IFB = "veth", "ifb"
+VETH, IFB, TAP = "veth", "ifb", "tun"
 MTU6_MIN = 1280  # RFC 8200: no link of IPv6 has less
 
 
@@ -137,7 +139,7 @@ def plan_network(desired: DesiredNetwork, observed: ObservedNetwork) -> list[Ste
         *_rules(desired, rest),
         *_into_use(desired, rest),
         *_proxies(desired.proxies, rest),
-        *(step for tap in desired.taps for step in plan_tap(tap, rest)),
+        *chain.from_iterable(plan_tap(tap, rest) for tap in desired.taps),
         *plan_dns(desired, rest),
     ]
 
@@ -212,6 +214,8 @@ def _is_whole(desired: DesiredNetwork, observed: ObservedNetwork) -> bool:
 def _without(observed: ObservedNetwork, removals: list[Step]) -> ObservedNetwork:
     """Return what is left after the removals: ports lose their bridge, pairs go as a whole."""
     gone = {(step.place, step.name) for step in removals if isinstance(step, DeleteLink)}
+    if not gone:
+        return observed
     links = {n: seen for n, seen in observed.links.items() if (Place.INNER, n) not in gone}
     if (Place.INNER, BRIDGE) in gone:
         links = {n: replace(seen, master="", isolated=False) for n, seen in links.items()}
@@ -320,9 +324,26 @@ def _proxies(wanted: frozenset[str], observed: ObservedNetwork) -> Iterator[Step
     yield from (AddProxy(address) for address in sorted(wanted - have))
 
 
-def plan_tap(wanted: WantedLink, observed: ObservedNetwork) -> Iterator[Step]:
+def plan_tap(wanted: WantedLink, observed: ObservedNetwork) -> tuple[Step, ...]:
     """Return the steps for one tap; its rules stand already."""
-    seen = observed.links.get(wanted.name)
+    name, links = wanted.name, observed.links
+    sources = (wanted, links.get(name), links.get(wanted.shaping.ifb), observed.shapes.get(name))
+    return _STEPS_OF_TAPS.get(name, sources, _steps_of_tap)
+
+
+def _steps_of_tap(
+    wanted: WantedLink, seen: SeenLink | None, ifb: SeenLink | None, shape: SeenShape | None
+) -> tuple[Step, ...]:
+    return tuple(_plan_tap(wanted, seen, ifb, shape or SeenShape()))
+
+
+# A pass over a thousand taps that are as they were plans none of them again.
+_STEPS_OF_TAPS: Kept[tuple[Step, ...]] = Kept()
+
+
+def _plan_tap(
+    wanted: WantedLink, seen: SeenLink | None, ifb: SeenLink | None, shape: SeenShape
+) -> Iterator[Step]:
     if seen is not None and seen.multi_queue != (wanted.queues > 1):
         yield DropIdleTap(wanted.name)
         seen = None
@@ -332,7 +353,7 @@ def plan_tap(wanted: WantedLink, observed: ObservedNetwork) -> Iterator[Step]:
     is_isolated = seen is not None and seen.master == wanted.master and seen.isolated
     if is_isolated != wanted.isolated:
         yield IsolatePort(wanted.name, wanted.isolated)
-    yield from plan_shape(wanted, _shape(wanted, observed, is_new=seen is None))
+    yield from plan_shape(wanted, _shape(shape, ifb, is_new=seen is None))
     if seen is None or not seen.up:
         yield LinkUp(Place.INNER, wanted.name)
 
@@ -347,10 +368,8 @@ def plan_shape(wanted: WantedLink, seen: SeenShape) -> Iterator[Step]:
         yield ClearShape(wanted.name, wanted.shaping.ifb)
 
 
-def _shape(wanted: WantedLink, observed: ObservedNetwork, *, is_new: bool) -> SeenShape:
+def _shape(seen: SeenShape, ifb: SeenLink | None, *, is_new: bool) -> SeenShape:
     """Return what there is of rates; with a tap its own part goes, and its ifb stays."""
-    seen = observed.shapes.get(wanted.name, SeenShape())
-    ifb = observed.links.get(wanted.shaping.ifb)
     if ifb is None or ifb.kind != IFB:
         seen = replace(seen, egress=None, ifb_alias=None, ifb_up=False)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chv.common.layout import Layout
@@ -68,6 +68,7 @@ def draw(row: Network, nics: list[Nic]) -> Blueprint:
     return blueprint.draw(LAYOUT, SETTINGS, row, nics, policy)
 
 
+@settings(deadline=None)  # each step of a history is drawn twice
 @given(_steps, st.sampled_from(["", "fd00:7::/64"]))
 def test_a_blueprint_by_difference_is_the_one_that_is_drawn_at_once(
     steps: list[list[tuple[int, dict[str, Any] | None]]], subnet6: str

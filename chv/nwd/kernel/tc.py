@@ -52,7 +52,7 @@ _GONE = (errno.ENOENT, errno.ENODEV, errno.EINVAL)
 def read(
     found: Mapping[str, Link], ifbs: Mapping[str, str], asker: socket.socket | None = None
 ) -> dict[str, SeenShape]:
-    """Return what those of the taps have that are there; `ifbs`: the ifb of each tap."""
+    """Return what those of the taps have that have anything; `ifbs`: the ifb of each tap."""
     with translated("reading queueing disciplines"), netlink.route(asker) as ask:
         few = len(ifbs) <= 1
         names = [name for pair in ifbs.items() for name in pair]
@@ -61,6 +61,7 @@ def read(
             tap: _seen(ask, found[tap], found.get(ifb), (buckets, hooked))
             for tap, ifb in ifbs.items()
             if tap in found
+            and (ifb in found or found[tap].index in hooked or found[tap].index in buckets)
         }
 
 
@@ -171,7 +172,7 @@ def apply(tap: str, wanted: Shaping, done: Callable[[str], None]) -> None:
         found = links.read([tap, wanted.ifb])
         if tap not in found:
             raise OSError(errno.ENODEV, f"there is no {tap}")
-        seen = read(found, {tap: wanted.ifb})[tap]
+        seen = read(found, {tap: wanted.ifb}).get(tap, SeenShape())
         index = found[tap].index
         if wanted.egress is None:
             _stop_redirecting(ask, index, found.get(wanted.ifb), seen)
