@@ -5,8 +5,10 @@
  *   block_bench file|vhost PATH randread|randwrite|read|write BLOCK_BYTES DEPTH SECONDS SPAN_BYTES
  *
  * Prints one line: requests, seconds, median and 99th percentile of latency in microseconds.
- * The vhost side is a master with one split ring of 128 descriptors in a memfd; it sleeps on the
- * call descriptor as a guest does on its interrupt. Formats: vhost-user and virtio specifications.
+ * The vhost side is a master with one split ring of 128 descriptors in a memfd. It does what a
+ * guest's driver does: it sleeps on the call descriptor as on an interrupt, and both sides tell each
+ * other from which index on they want to be woken (EVENT_IDX). Formats: vhost-user and virtio
+ * specifications.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -108,16 +110,16 @@ static int file_reap(int *slots) {
 
 /* --- vhost-user-blk */
 struct desc { uint64_t addr; uint32_t len; uint16_t flags, next; };
-struct avail { uint16_t flags, idx, ring[RING]; };
+struct avail { uint16_t flags, idx, ring[RING], used_event; };
 struct used_elem { uint32_t id, len; };
-struct used { uint16_t flags, idx; struct used_elem ring[RING]; };
+struct used { uint16_t flags, idx; struct used_elem ring[RING]; uint16_t avail_event; };
 struct blk_req { uint32_t type, reserved; uint64_t sector; };
 static char *memory;
 static volatile struct desc *descs;
 static volatile struct avail *avail_ring;
 static volatile struct used *used_ring;
-static uint16_t last_used;
-static int kick_fd, call_fd, sock, kicks;
+static uint16_t last_used, kicked;
+static int kick_fd, call_fd, sock;
 
 static void message(uint32_t request, const void *payload, uint32_t size, int fd) {
     uint32_t head[3] = {request, 1, size};
@@ -158,7 +160,9 @@ static void vhost_open(const char *path) {
     uint64_t features = ask(1);                /* GET_FEATURES */
     if (!(features & (1ull << 30))) die("no protocol features");
     ask(15);                                   /* GET_PROTOCOL_FEATURES */
-    uint64_t none = 0, wanted = (1ull << 32) | (1ull << 30) | (1ull << 9); /* V1, protocol, flush */
+    /* V1, protocol, EVENT_IDX, flush */
+    uint64_t none = 0, wanted = (1ull << 32) | (1ull << 30) | (1ull << 29) | (1ull << 9);
+    if (!(features & (1ull << 29))) die("no EVENT_IDX");
     message(16, &none, 8, -1);
     message(2, &wanted, 8, -1);                /* SET_FEATURES */
     struct { uint32_t regions, padding; uint64_t gpa, size, uva, offset; } table =
@@ -192,17 +196,20 @@ static void vhost_submit(int slot, int write, uint64_t at, uint32_t bytes) {
     uint16_t index = avail_ring->idx;
     avail_ring->ring[index % RING] = d;
     __atomic_store_n(&avail_ring->idx, index + 1, __ATOMIC_RELEASE);
-    kicks = 1;
 }
 
 static int vhost_reap(int *slots) {
     int count = 0;
     uint64_t value = 1;
-    if (kicks) {
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        if (!(used_ring->flags & 1) && write(kick_fd, &value, 8) != 8) die("kick");
-    }
-    kicks = 0;
+    uint16_t index = avail_ring->idx;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    uint16_t asked = used_ring->avail_event;
+    if ((uint16_t)(index - asked - 1) < (uint16_t)(index - kicked) &&
+        write(kick_fd, &value, 8) != 8)
+        die("kick");
+    kicked = index;
+    avail_ring->used_event = last_used;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
     while (__atomic_load_n(&used_ring->idx, __ATOMIC_ACQUIRE) == last_used) {
         /* The back end makes the shared descriptor non-blocking. */
         struct pollfd call = {call_fd, POLLIN, 0};
