@@ -21,10 +21,13 @@ import anyio.to_thread
 import msgspec
 from nftables import Nftables
 
+from chv.common import logs
 from chv.common.errors import Internal
-from chv.nwd.kernel import conntrack, netns, nft_generation
+from chv.nwd.kernel import conntrack, netns, nft_generation, nft_tables
+from chv.nwd.nft.standing import in_place
 from chv.nwd.nft.text import Ruleset
 
+log = logs.get(__name__)
 CONTEXTS_MAX = 32
 SHOWN_CHARACTERS_MAX = 400
 
@@ -154,9 +157,7 @@ class Nft:
         with self._lock:
             context = self._context(path)
             generation = nft_generation.read_from(context.asker)
-            text = _transaction(wanted, before, (context.inode, generation))
-            if text:
-                self._command(path, context, text)
+            if self._change(path, context, wanted, _known(before, (context.inode, generation))):
                 expected = generation + 1
                 generation = nft_generation.read_from(context.asker)
                 if generation != expected:
@@ -165,6 +166,22 @@ class Nft:
         applied = Applied(context.inode, generation, wanted.digest)
         note(applied)
         return Loaded(applied, wanted, is_busy)
+
+    def _change(self, path: str, context: _Context, wanted: Ruleset, known: Ruleset | None) -> bool:
+        """Run the smallest transaction that we can tell; False where there is nothing to change."""
+        if known is not None:
+            text = wanted.difference(known)
+            if text:
+                self._command(path, context, text)
+            return bool(text)
+        text = in_place(wanted, nft_tables.read(context.asker, wanted.tables))
+        if text:
+            code, _, error = context.nft.cmd(text)
+            if not code:
+                return True
+            log.warning("tables_replaced", path=path, error=error.strip()[:SHOWN_CHARACTERS_MAX])
+        self._command(path, context, wanted.replacement())
+        return True
 
     def _run(self, path: str, text: str) -> None:
         with self._lock:
@@ -218,8 +235,8 @@ def _make_context(inode: int) -> _Context:
     return _Context(inode, Nftables(), nft_generation.open_socket())
 
 
-def _transaction(wanted: Ruleset, before: Loaded | None, now: tuple[int, int]) -> str:
-    """Return the smallest transaction: what differs, when we know what stands there."""
+def _known(before: Loaded | None, now: tuple[int, int]) -> Ruleset | None:
+    """Return what stands there, if nobody has changed any rule since we loaded it."""
     if before is None or (before.applied.inode, before.applied.generation) != now:
-        return wanted.replacement()
-    return wanted.difference(before.ruleset)
+        return None
+    return before.ruleset

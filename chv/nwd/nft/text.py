@@ -129,7 +129,11 @@ class Ruleset:
 
     def replacement(self) -> str:
         """Return one transaction that replaces whatever our tables hold now."""
-        lines, chains = [*self.removal().splitlines(), self.frame], self.chains
+        return self.removal() + self.content()
+
+    def content(self) -> str:
+        """Return what fills tables that are not there, or hold neither rules nor elements."""
+        lines, chains = [self.frame], self.chains
         lines += [f"add set {key} {{ {what} }}" for key, what in self.sets.items()]
         lines += [f"add chain {key}" for key in chains]
         lines += _filled(chains)
