@@ -15,8 +15,8 @@ from chv.probe import device_events, events
 from chv.probe.events import Event, Noise
 
 LINE_BYTES_MAX = 4096
-_LINE = re.compile(r"@([0-9]{1,18}) ([a-z][a-z-]*)((?: [a-z_]+=(?:\"[^\"]*\"|[^ \"]*))*)")
-_FIELD = re.compile(r" ([a-z_]+)=(?:\"([^\"]*)\"|([^ \"]*))")
+_LINE = re.compile(r"@([0-9]{1,18}) ([a-z][a-z-]*)((?: [a-z][a-z0-9_]*=(?:\"[^\"]*\"|[^ \"]*))*)")
+_FIELD = re.compile(r" ([a-z][a-z0-9_]*)=(?:\"([^\"]*)\"|([^ \"]*))")
 
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 

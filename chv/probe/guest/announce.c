@@ -1,7 +1,8 @@
 /*
- * Announcements of ACPI machines. Cloud Hypervisor: GED notification register (read clears it), PCI,
- * CPU and memory controllers in MMIO. QEMU: the power button in PM1 status, the same controllers in
- * I/O ports (its docs/specs: acpi_pci_hotplug, acpi_cpu_hotplug, acpi_mem_hotplug), without a GED.
+ * Announcements of ACPI machines. Cloud Hypervisor: GED notification register (read clears it),
+ * PCI, CPU and memory controllers in MMIO. QEMU: the power button in PM1 status, the same
+ * controllers in I/O ports (its docs/specs: acpi_pci_hotplug, acpi_cpu_hotplug, acpi_mem_hotplug),
+ * without a GED.
  */
 #include "acpi.h"
 #include "devices.h"
@@ -75,6 +76,11 @@ static u32 qemu_announcements(void) {
     if (!acpi.pm1_event.at || !(reg_read(acpi.pm1_event, 0, 2) & PM1_BUTTON)) return seen;
     reg_write(acpi.pm1_event, 0, 2, PM1_BUTTON);
     return seen | EVENT_BUTTON;
+}
+
+/* QEMU's processor registers speak an older language until they are written to. */
+void announce_init(void) {
+    if (!acpi.ged.at && acpi.cpus.at) reg_write(acpi.cpus, SELECT, 4, 0);
 }
 
 u32 announcements(void) {

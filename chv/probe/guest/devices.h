@@ -7,5 +7,5 @@ void devices_scan(bool hot);
 bool devices_poll(void);
 void devices_describe(void);
 u32 devices_count(void);
-/* The driver of what is at this address (function 0 of it) gives up before the device is ejected. */
+/* The driver of what is at this address gives up before the device is ejected. */
 void devices_release(u16 bdf, const char *how);

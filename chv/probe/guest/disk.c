@@ -22,8 +22,9 @@ const char *op_name(enum op op) {
 void disk_describe(const struct disk *d) {
     u64 features = d->device.features;
     bool flush = features & BLK_FLUSH, settable = features & BLK_WCE;
-    say("disk disk=%u dev=%B serial=\"%s\" sectors=%lu ro=%u flush=%u config_wce=%u wce=%u queue=%u",
-        d->index, (u32)d->device.bdf, d->serial, d->sectors, !!(features & BLK_RO), flush, settable,
+    say("disk disk=%u dev=%B serial=\"%s\" sectors=%lu ro=%u flush=%u config_wce=%u wce=%u "
+        "queue=%u", d->index, (u32)d->device.bdf, d->serial, d->sectors, !!(features & BLK_RO),
+        flush, settable,
         (u32)(settable ? d->device.config[CONFIG_WCE] : flush), (u32)d->queue.size);
 }
 

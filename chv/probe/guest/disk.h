@@ -1,6 +1,7 @@
 /*
- * Virtio-blk devices and what is asked of them. disk.c is the device: lanes of requests, completions,
- * stalls, resize. disk_plan.c says what to do next in a free lane and what a completion means.
+ * Virtio-blk devices and what is asked of them. disk.c is the device: lanes of requests,
+ * completions, stalls, resize. disk_plan.c says what to do next in a free lane and what a
+ * completion means.
  */
 #pragma once
 #include "virtio.h"

@@ -1,8 +1,8 @@
 /*
  * What is asked of a disk:
  *   check   write a pattern, flush, read it back;  write and verify are its halves
- *   writer  checksummed records for ever: a record counts as acknowledged once its write and a flush
- *           sent after it have been answered
+ *   writer  checksummed records for ever: a record counts as acknowledged once its write, and a
+ *           flush sent after it, have been answered
  *   records read the writer's records back
  * Record, 64 little-endian quads: "PROBEREC", seed, seq, tsc, 59 x (seq ^ seed), sum of the 63. The
  * record seq lies in sector first + seq % window.

@@ -1,7 +1,7 @@
 /*
- * The instructions that stock kernels need, tried one by one (Intel SDM 2, CPUID bits from its table
- * 3-8). Each says its name before it is tried: a KVM that cannot emulate one may end the whole VMM,
- * and the name is then the last word. Order: what a kernel meets first comes first.
+ * The instructions that stock kernels need, tried one by one (Intel SDM 2, CPUID bits from its
+ * table 3-8). Each says its name before it is tried: a KVM that cannot emulate one may end the
+ * whole VMM, and the name is then the last word. Order: what a kernel meets first comes first.
  */
 #include "fault.h"
 #include "instructions.h"

@@ -90,6 +90,7 @@ static void work(void) {
 
 void main(const struct start_info *info) {
     tsc_start = rdtsc();
+    say_init();
     say("boot protocol=%u", (u32)PROTOCOL);
     faults_init();
     if (info->magic != PVH_MAGIC) say("boot-error reason=not-pvh magic=%x", info->magic);
@@ -102,6 +103,7 @@ void main(const struct start_info *info) {
     if (cpu) instructions_try(cpu);
     devices_scan(false);
     acpi_scan();
+    announce_init();
     say("ready virtio=%u", devices_count());
     work();
 }

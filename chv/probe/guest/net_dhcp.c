@@ -1,4 +1,4 @@
-/* The DHCP client (RFC 2131, options of RFC 2132): discover, request, bound; renewed at half time. */
+/* The DHCP client (RFC 2131, RFC 2132): discover, request, bound; asked again at half time. */
 #include "clock.h"
 #include "net.h"
 #include "say.h"
@@ -10,7 +10,10 @@ enum { OPT_MASK = 1, OPT_ROUTER = 3, OPT_DNS = 6, OPT_DOMAIN = 15, OPT_MTU = 26,
 /* Host name "probe", and what we ask for: mask, router, DNS, domain, MTU. */
 static const u8 asked[] = {12, 5, 'p', 'r', 'o', 'b', 'e', 55, 5, 1, 3, 6, 15, 26};
 
-struct answer { u32 type, mask, router, dns, lease_s, mtu, server, domain_len; const char *domain; };
+struct answer {
+    u32 type, mask, router, dns, lease_s, mtu, server, domain_len;
+    const char *domain;
+};
 
 static u8 *option_address(u8 *o, u8 code, u32 ip) {
     o[0] = code, o[1] = 4;
@@ -87,9 +90,9 @@ static void bind(struct nic *n, u32 ip, const struct answer *a) {
     n->ip = ip, n->mask = a->mask, n->router = a->router, n->dns = a->dns;
     n->server = a->server, n->lease_s = a->lease_s;
     n->bound_us = us();
-    say("lease nic=%u addr=%I mask=%I router=%I dns=%I server=%I domain=\"%S\" mtu=%u secs=%u us=%lu",
-        n->index, n->ip, n->mask, n->router, n->dns, n->server, a->domain_len, a->domain, a->mtu,
-        n->lease_s, n->bound_us - n->start_us);
+    say("lease nic=%u addr=%I mask=%I router=%I dns=%I server=%I domain=\"%S\" mtu=%u secs=%u "
+        "us=%lu", n->index, n->ip, n->mask, n->router, n->dns, n->server, a->domain_len, a->domain,
+        a->mtu, n->lease_s, n->bound_us - n->start_us);
     send_arp(n, 1, n->ip, NULL);                 /* announce (RFC 5227) */
 }
 

@@ -1,4 +1,4 @@
-/* Frames that go out: Ethernet, ARP (RFC 826), IPv4 (RFC 791), UDP (RFC 768), one's complement sums. */
+/* Frames that go out: Ethernet, ARP (RFC 826), IPv4 (RFC 791), UDP (RFC 768), their sums. */
 #include "net.h"
 #include "say.h"
 

@@ -1,9 +1,10 @@
-/* Line output on COM1 (16550: line status at 0x3fd, data at 0x3f8, a FIFO of 16). */
+/* Line output on COM1, a 16550 with a FIFO of 16 bytes. */
 #include <stdarg.h>
 #include "clock.h"
 #include "say.h"
 
-enum { DATA = 0x3f8, LINE_STATUS = 0x3fd, TRANSMITTER_EMPTY = 0x20, FIFO = 16 };
+enum { DATA = 0x3f8, FIFO_CONTROL = 0x3fa, LINE_STATUS = 0x3fd };
+enum { TRANSMITTER_EMPTY = 0x20, FIFO_ON_AND_CLEAR = 7, FIFO = 16 };
 enum { PATIENCE = 1000000 };                     /* polls of a reader that does not read */
 
 static char line[768];
@@ -77,6 +78,9 @@ static void put_argument(const char kind, bool wide, va_list *a) {
     case 'B': put_bdf(va_arg(*a, u32)); break;
     }
 }
+
+/* Without its FIFO QEMU's port loses bytes when the reader is slow. */
+void say_init(void) { outb(FIFO_CONTROL, FIFO_ON_AND_CLEAR); }
 
 void say(const char *f, ...) {
     va_list a;

@@ -7,4 +7,5 @@
 #pragma once
 #include "base.h"
 
+void say_init(void);
 void say(const char *format, ...);

@@ -1,7 +1,7 @@
 /*
- * PCI Express native hot-plug (PCI Express Base 3.0 sections 6.7 and 7.8.9 to 7.8.11), polled. A slot
- * is taken out of use without the five seconds in which a human may change his mind. A slot without
- * the presence bit is left alone: QEMU's ACPI hot-plug puts devices into such slots.
+ * PCI Express native hot-plug (PCI Express Base 3.0 sections 6.7 and 7.8.9 to 7.8.11), polled. A
+ * slot is taken out of use without the five seconds in which a human may change his mind. One
+ * without the presence bit is left alone: QEMU's ACPI hot-plug puts devices into such slots.
  */
 #include "devices.h"
 #include "pci.h"

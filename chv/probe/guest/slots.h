@@ -1,4 +1,4 @@
-/* What comes and goes: PCI Express slots, and the registers by which ACPI firmware would be told. */
+/* What comes and goes: PCI Express slots, and the registers by which an ACPI guest is told. */
 #pragma once
 #include "base.h"
 
@@ -6,5 +6,6 @@
 void slot_poll(u16 bridge, u8 bus);
 
 enum { EVENT_BUTTON = 1, EVENT_PCI = 2 };
+void announce_init(void);
 /* Look at the announcements: CPUs and memory are reported here, the rest is returned. */
 u32 announcements(void);

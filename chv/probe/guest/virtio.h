@@ -31,7 +31,7 @@ struct vdev {
     u32 notify_step;
 };
 
-/* Fill v from the device's capabilities; false if it cannot be used (and, if virtio, why was said). */
+/* Fill v from the device's capabilities; false if it cannot be used (then why was said). */
 bool virtio_find(struct vdev *v, u16 bdf);
 /* Reset and negotiate; then virtio_queue() for each queue, then virtio_ready(). */
 bool virtio_start(struct vdev *v, u64 wanted);
