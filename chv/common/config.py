@@ -23,6 +23,7 @@ from chv.common.files import atomic_create, ensure_dir
 from chv.common.ids import INSTANCE_PATTERN, Ids
 from chv.common.layout import Layout, check_socket_path
 from chv.common.names import check_address, check_cidr, check_hostname, shown
+from chv.common.wording import reworded
 
 CONFIG_BYTES_MAX = 1 << 20
 INSTANCE_ATTEMPTS_MAX = 100
@@ -342,7 +343,8 @@ def _explained(
         return InvalidArgument(f"{source}: unknown key", field=field, hint=hint)
     value = shown(_value_at(tables, field))
     allowed = _choices(field)
-    hint = f"one of {', '.join(allowed)}" if allowed else text.replace("Expected", "expected", 1)
+    told = reworded(text).replace("Expected", "expected", 1)
+    hint = f"one of {', '.join(allowed)}" if allowed else told
     return InvalidArgument(f"{source}: {value} does not fit", field=field, hint=hint)
 
 

@@ -28,6 +28,7 @@ from chv.common.errors import (
     from_data,
 )
 from chv.common.rpc.framing import FRAME_BYTES_MAX
+from chv.common.wording import reworded
 
 # What msgspec lets through on hostile input: too deep and too many digits are not MsgspecErrors.
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError)
@@ -164,7 +165,7 @@ def _invalid(what: str, error: Exception) -> InvalidArgument:
     """Turn a decoder's complaint into ours, with the path in `field`."""
     if isinstance(error, RecursionError):
         return InvalidArgument(f"{what}: nested too deeply")
-    text = str(error)[:DETAIL_CHARS_MAX]
+    text = reworded(str(error))[:DETAIL_CHARS_MAX]
     at = _PATH.search(text)
     named = _FIELD.search(text)
     parts = [at["path"] if at else "", named["name"] if named else ""]
