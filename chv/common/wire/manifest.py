@@ -24,6 +24,7 @@ from chv.common.names import (
 from chv.common.wire.manifest_rules import check
 from chv.common.wire.resources import KINDS, Resource
 from chv.common.wire.types import API_VERSION
+from chv.common.wording import reworded, words_of
 
 TEXT_BYTES_MAX = 900_000  # below the limit of a frame
 DOCUMENTS_MAX = 200
@@ -180,15 +181,15 @@ def _friendly(tree: dict[str, Any], text: str) -> InvalidArgument:
         return InvalidArgument(
             f"{shown(value)} is none of {', '.join(choices)}", resource=_title(tree), field=path
         )
-    if "pattern" in schema and "description" in schema and isinstance(value, str):
+    if "pattern" in schema and isinstance(value, str) and "matching regex" in words:
         return InvalidArgument(
             f"{shown(value)} is not written as it should be",
             resource=_title(tree),
             field=path,
-            hint=schema["description"],
+            hint=schema.get("description") or words_of(schema["pattern"]),
         )
     return InvalidArgument(
-        f"{shown(value)}: {_lowered(words)}",
+        f"{shown(value)}: {_lowered(reworded(words))}",
         resource=_title(tree),
         field=path,
         hint=_hint(path, value) or _as_text(schema, value),
