@@ -173,8 +173,8 @@ class AttachVmNic(Message, frozen=True, kw_only=True):
     TCP ports that OpenGuestConnection may reach from the gateway. Without `security_groups` the
     guest may reach everything that the network reaches and is reached by nothing; with them, only
     what their rules allow, both ways. `connections_max` bounds its tracked connections, both ways
-    (0: the node's, which NicInfo says). `public_address`, one of the network's, is the source of what it
-    sends out. A newer generation changes all but VM and network.
+    (0: the node's, which NicInfo says). `public_address`, one of the network's, is the source of
+    what it sends out. A newer generation changes all but VM and network.
     """
 
     meta: CallMeta  # generation of the NIC
