@@ -236,6 +236,8 @@ class Mutations:
             return False
         if request.verb is api.VmVerb.RESET:
             return before.facts is not None and bool(before.facts.reset_request)
+        if request.verb in (api.VmVerb.PAUSE, api.VmVerb.RESUME):
+            return before.facts == after.facts
         if request.verb is api.VmVerb.RESTART_STORAGE:
             return before.facts is not None and bool(before.facts.storage_request)
         facts, wanted = before.facts, after.facts

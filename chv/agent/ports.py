@@ -57,6 +57,8 @@ class VmmSelection(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = ""
     version: str = ""
     reason: str = ""
+    binary: str = ""  # absolute path
+    sha256: str = ""  # of the binary, where it was looked at
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +163,14 @@ class VmmPort(Protocol):
 
     async def remove_nic(self, vm: VmHandle, nic_id: str) -> None:
         """Unplug a NIC as `remove_disk` does a disk, and let go of its tap."""
+        ...
+
+    async def set_cpus(self, vm: VmHandle, cpus: int) -> None:
+        """Give the VM that many CPUs and read back. DeadlineExceeded: the guest keeps them."""
+        ...
+
+    async def set_memory(self, vm: VmHandle, memory_bytes: int) -> None:
+        """Give the VM that much memory and read back."""
         ...
 
     async def ping_guest(self, vm: VmHandle) -> None:

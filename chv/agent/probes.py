@@ -81,7 +81,12 @@ class Probes:
         name, reason = choose(self._settings.driver, str(choice), self._results)
         probe = next(probe for probe in self._results if probe.driver == name)
         return VmmSelection(
-            name=name, accelerator=probe.accelerator, version=probe.version, reason=reason
+            name=name,
+            accelerator=probe.accelerator,
+            version=probe.version,
+            reason=reason,
+            binary=probe.binary,
+            sha256=probe.sha256,
         )
 
     async def ensure(self) -> None:

@@ -74,6 +74,7 @@ class VmFacts(Record):
     force_stop: bool = False  # the question to the guest is to be skipped
     replace_worker: str = ""  # `restart`: this incarnation has to go
     reset_request: str = ""  # `reset`: the operation that asked
+    paused: bool = False  # by `pause`, until `resume` or the end of the VMM
     storage_request: str = ""  # `restart_storage`: the operation that asked
     given_up: str = ""  # why the node no longer restarts it
     files_made: bool = False  # directories or seed may exist

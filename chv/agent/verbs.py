@@ -1,8 +1,9 @@
 """The verbs on a VM: what each changes in spec and facts. Pure.
 
 `stop` sets runStrategy Halted and `start` the last other value; `restart` names the incarnation
-that has to go; `reset` asks for the button, `restart_storage` for another storage daemon. Fails
-with FailedPrecondition where a verb makes no sense.
+that has to go; `reset` asks for the button, `restart_storage` for another storage daemon; `pause`
+and `resume` hold the vCPUs and let go of them. Fails with FailedPrecondition where a verb makes
+no sense.
 """
 
 from __future__ import annotations
@@ -36,12 +37,23 @@ def acted(
         case VmVerb.RESET:
             _refuse_not_running(stored, row, "be reset")
             return _replace(stored, facts=_replace(facts_of(stored), reset_request=operation_id))
+        case VmVerb.PAUSE | VmVerb.RESUME as verb:
+            _refuse_not_running(stored, row, f"be {verb.value}d")
+            paused = verb is VmVerb.PAUSE
+            return _replace(stored, facts=_replace(facts_of(stored), paused=paused))
         case VmVerb.RESTART_STORAGE:
             return _restart_storage(stored, row, operation_id)
 
 
 def _start(stored: StoredObject) -> StoredObject:
-    facts = _replace(facts_of(stored), given_up="", started=True, stop_reason="", force_stop=False)
+    facts = _replace(
+        facts_of(stored),
+        given_up="",
+        started=True,
+        stop_reason="",
+        force_stop=False,
+        paused=False,
+    )
     strategy = vm_of(stored).spec.run_strategy
     if strategy is RunStrategy.HALTED:
         strategy = facts.last_strategy

@@ -245,6 +245,14 @@ class Vmms:
         """Unplug a NIC."""
         await self._driver(vm).remove_nic(self._layout.vmm(vm.uid), nic_id)
 
+    async def set_cpus(self, vm: VmHandle, cpus: int) -> None:
+        """Change the number of CPUs."""
+        await self._driver(vm).set_cpus(self._layout.vmm(vm.uid), cpus)
+
+    async def set_memory(self, vm: VmHandle, memory_bytes: int) -> None:
+        """Change the memory."""
+        await self._driver(vm).set_memory(self._layout.vmm(vm.uid), memory_bytes)
+
     async def ping_guest(self, vm: VmHandle) -> None:
         """Ask the guest agent whether it is there."""
         await self._driver(vm).ping_guest(self._layout.vmm(vm.uid))

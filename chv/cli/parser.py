@@ -104,6 +104,8 @@ def _verbs(commands: Sub[argparse.ArgumentParser]) -> None:
         "stop": "Stop a VM: asks the guest, then kills, under one deadline.",
         "restart": "Stop a VM, then start it.",
         "reset": "Press the reset button of a VM; the VMM stays.",
+        "pause": "Let the vCPUs of a VM stand until it is resumed.",
+        "resume": "Let a paused VM run on.",
     }
     for verb, text in texts.items():
         parser = _add(commands, verb, "vm:act", text)

@@ -99,6 +99,13 @@ class FakeDriverBase(Limited, ABC):
             version=fake_spec.VERSION,
         )
 
+    async def create(
+        self, runtime_dir: Path, config: VmmConfig, nic_fds: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Make the VM; its NICs' descriptors came with the start."""
+        del config, nic_fds
+        await self._do(runtime_dir, Request(command="create"))
+
     async def boot(self, runtime_dir: Path) -> None:
         """Run a created VM."""
         await self._do(runtime_dir, Request(command="boot"))
@@ -112,8 +119,8 @@ class FakeDriverBase(Limited, ABC):
         await self._do(runtime_dir, Request(command="pause"))
 
     async def halt(self, runtime_dir: Path) -> None:
-        """Stop the vCPUs, which waits for no disk."""
-        await self.pause(runtime_dir)
+        """Stop the vCPUs, or cut them off."""
+        await self._do(runtime_dir, Request(command="halt"))
 
     async def resume(self, runtime_dir: Path) -> None:
         """Run a paused or reset VM."""

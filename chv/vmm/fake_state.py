@@ -46,6 +46,7 @@ class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     button_s: Seconds = 0.0
     ignore_button: bool = False
     guest_agent: bool = True
+    starts_empty: bool = False  # as Cloud Hypervisor: `create` makes the VM, `halt` cuts it off
     faults: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=FAULTS_MAX)] = ()
 
 
@@ -69,7 +70,7 @@ class FakeVm:
         self._clings = False
         self.output: list[str] = []
         self._clock = clock
-        self._state = VmmState.CREATED
+        self._state = VmmState.EMPTY if behaviour.starts_empty else VmmState.CREATED
         self._ignores_button = behaviour.ignore_button
         self._due: list[tuple[float, str]] = []
         self._faults = list(behaviour.faults)
@@ -98,6 +99,20 @@ class FakeVm:
                 self.guest("power_off")
 
     # --- commands, named as in the driver port
+    def create(self) -> None:
+        """Make the VM where there is none."""
+        if self.state is VmmState.EMPTY:
+            self._state = VmmState.CREATED
+
+    def halt(self) -> None:
+        """Stop the vCPUs, or cut them off."""
+        if not self.behaviour.starts_empty:
+            self.pause()
+        elif self.state is not VmmState.CREATED:
+            self._require("halt", VmmState.RUNNING, VmmState.PAUSED)
+            self._state = VmmState.PAUSED  # a reset of vCPUs that stand leaves them standing
+            self.reset()
+
     def boot(self) -> None:
         """Run a created VM."""
         if self.state is not VmmState.RUNNING:
@@ -120,6 +135,8 @@ class FakeVm:
 
     def reset(self) -> None:
         """Hard reset."""
+        if self.state is VmmState.EMPTY:
+            self._require("reset", VmmState.CREATED)
         running = self.state is VmmState.RUNNING
         self.resets += 1
         self.reason = ""
@@ -244,6 +261,8 @@ class FakeVm:
 
 
 MUTATIONS: dict[str, Callable[[FakeVm], None]] = {
+    "create": FakeVm.create,
+    "halt": FakeVm.halt,
     "boot": FakeVm.boot,
     "resume": FakeVm.resume,
     "pause": FakeVm.pause,

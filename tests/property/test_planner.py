@@ -17,10 +17,12 @@ from chv.agent.records import EndKind
 from chv.agent.vm import model as m
 from chv.agent.vm import plan as p
 from chv.agent.vm import steps as s
+from chv.common.wire.manifest_rules import MEMORY_STEP_BYTES
 from chv.vmm.driver import VmmState
 
 PASSES_MAX = 5
 VM = "vm"
+STANDING = (VmmState.EMPTY, VmmState.CREATED)
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Model:
     frozen: bool = False
     marked: bool = False  # it is in the store that the guest may be frozen
     serial: int = 0
+    two_phases: bool = False  # the next VMM starts empty
+    halts_for_good: bool = False  # so this one did
 
     def observe(self, desired: m.DesiredVm) -> m.ObservedVm:
         backend = m.Backend.ABSENT
@@ -167,12 +171,24 @@ class Model:
                 assert not (self.stale and self.serving), "vCPUs ran before the reset"
                 writable = {d.volume_uid for d in desired.disks if not d.read_only}
                 full = self.full & writable
+                assert self.worker.state is not VmmState.EMPTY, "nothing to run"
                 assert self.worker.state is VmmState.RUNNING or not full, "ran without space"
+                assert not desired.paused or self.worker.state is VmmState.RUNNING, "ran paused"
                 self._put(state=VmmState.RUNNING, booted=True)
                 if isinstance(step, s.BootStep):
                     self._put(recovering=False)
+            case s.CreateStep():
+                if self.worker.state is VmmState.EMPTY:
+                    self._put(state=VmmState.CREATED)
             case s.MarkRecoveringStep():
+                assert self.worker.state is not VmmState.EMPTY, "there is nothing to reset"
                 self._put(recovering=True)
+            case s.HaltStep() if self.halts_for_good:
+                assert self.worker.state in (VmmState.RUNNING, VmmState.PAUSED)
+                self._put(state=VmmState.CREATED)
+                self.stale = self.frozen = False
+            case s.HaltStep():
+                self._put(state=VmmState.PAUSED)
             case s.PauseStep():
                 if self.worker.state is VmmState.RUNNING:
                     self._put(state=VmmState.PAUSED)
@@ -204,6 +220,14 @@ class Model:
                 assert self.worker.state is VmmState.RUNNING, "nobody can let go"
                 self.plugged_nics.discard(nic_id)
                 self.recorded_nics.discard(nic_id)
+            case s.SetCpusStep(cpus=cpus):
+                assert self.worker.state is VmmState.RUNNING
+                assert cpus <= self.worker.cpus_max, "more than it was started for"
+                self._put(cpus=cpus)
+            case s.SetMemoryStep(memory_bytes=memory_bytes):
+                assert self.worker.state is VmmState.RUNNING
+                assert self.worker.memory_bytes < memory_bytes <= self.worker.memory_max_bytes
+                self._put(memory_bytes=memory_bytes)
             case s.ThawStep():
                 assert self.worker.state is VmmState.RUNNING, "nobody can thaw"
                 self.frozen = self.marked = False
@@ -224,8 +248,15 @@ class Model:
         self.plugged = dict(self.recorded)
         self.recorded_nics = {nic.nic_id for nic in desired.nics}
         self.plugged_nics = set(self.recorded_nics)
+        self.halts_for_good = self.two_phases
         self.worker = m.ObservedWorker(
-            worker_id=f"w{self.serial}", life=m.Life.ALIVE, state=VmmState.CREATED
+            worker_id=f"w{self.serial}",
+            life=m.Life.ALIVE,
+            state=VmmState.EMPTY if self.two_phases else VmmState.CREATED,
+            cpus=desired.cpus,
+            cpus_max=4,
+            memory_bytes=desired.memory_bytes,
+            memory_max_bytes=4 * MEMORY_STEP_BYTES,
         )
 
     def _put(self, **changes: object) -> None:
@@ -341,6 +372,21 @@ class PlannerMachine(RuleBasedStateMachine):
         elif alive:
             self.model.plugged_nics.discard(nic)
 
+    @rule(two_phases=st.booleans())
+    def the_next_vmm_is_another(self, two_phases: bool) -> None:
+        self.model.two_phases = two_phases
+
+    @rule(paused=st.booleans())
+    def want_pause(self, paused: bool) -> None:
+        worker = self.model.worker
+        runs = worker is not None and worker.life is m.Life.ALIVE and worker.booted
+        self.desired = replace(self.desired, paused=paused and runs)
+
+    @rule(cpus=st.integers(1, 6), blocks=st.integers(1, 6))
+    def want_sizes(self, cpus: int, blocks: int) -> None:
+        memory_bytes = blocks * MEMORY_STEP_BYTES
+        self.desired = replace(self.desired, cpus=cpus, memory_bytes=memory_bytes)
+
     @rule(running=st.booleans(), force=st.booleans())
     def want(self, running: bool, force: bool) -> None:
         if not self.desired.deleting:
@@ -382,7 +428,11 @@ class PlannerMachine(RuleBasedStateMachine):
         if self.model.attached:
             self.model.serving = False
             worker = self.model.worker
-            self.model.stale = worker is not None and worker.life is m.Life.ALIVE
+            self.model.stale = (
+                worker is not None
+                and worker.life is m.Life.ALIVE
+                and not (self.model.halts_for_good and worker.state in STANDING)
+            )
 
     @rule()
     def nic_vanishes(self) -> None:
@@ -399,6 +449,7 @@ class PlannerMachine(RuleBasedStateMachine):
                     assert step.reason in ("StorageSpace", "BackendRestarting")
                     break
                 self.model.apply(step, self.desired)
+            self._end_pause()
 
     @rule()
     def converge(self) -> None:
@@ -418,8 +469,12 @@ class PlannerMachine(RuleBasedStateMachine):
         worker = self.model.worker
         if self.desired.running:
             assert worker is not None
-            assert worker.state is VmmState.RUNNING
             assert not worker.recovering
+            if self.desired.paused:
+                assert worker.state in (VmmState.PAUSED, VmmState.CREATED)
+                return
+            assert worker.state is VmmState.RUNNING
+            assert worker.cpus == self.desired.cpus or self.desired.cpus > worker.cpus_max
             wanted = {d.disk_id: d.volume_uid for d in self.desired.disks}
             assert self.model.plugged == self.model.recorded == wanted
             assert self.model.attached == set(wanted.values())
@@ -456,6 +511,12 @@ class PlannerMachine(RuleBasedStateMachine):
     def _fulfilled(self) -> None:
         """Requests end with their fulfilment, as the applier does it."""
         self.desired = replace(self.desired, reset_request="", storage_request="")
+        self._end_pause()
+
+    def _end_pause(self) -> None:
+        """A pause ends with the VMM, as the transaction that forgets it has it."""
+        if self.model.worker is None:
+            self.desired = replace(self.desired, paused=False)
 
     @invariant()
     def the_plan_is_a_function(self) -> None:

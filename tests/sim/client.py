@@ -31,6 +31,7 @@ from chv.common.wire.types import API_VERSION
 LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
 REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound)
 VMS, VOLUMES, NETWORKS, GROUPS = 3, 5, 2, 2
+VERBS = ("start", "start", "stop", "restart", "reset", "pause", "resume", "resume")
 ALONE = 4  # the volume that no VM has: what needs one at rest is done there as well
 PAUSES_S = (0.01, 0.3, 2.0, 8.0, 25.0)
 
@@ -132,7 +133,7 @@ class Client:
             return self._storage()
         if drawn < 0.85:
             return {"replug": vm}
-        verb = self._random.choice(["start", "start", "stop", "restart", "reset"])
+        verb = self._random.choice(VERBS)
         force = verb in ("stop", "restart") and self._random.random() < 0.3
         return {"verb": api.VmVerb(verb), "name": f"vm{vm}", "force": force}
 
@@ -279,7 +280,10 @@ class Client:
         strategies = [*["Always", "RerunOnFailure"] * 4, "Manual", "Halted"]
         spec = {
             "runStrategy": self._random.choice(strategies),
+            "cpus": self._random.choice([1, 2]),
+            "maxCpus": self._random.choice([0, 4]),
             "memory": self._random.choice(["128Mi", "256Mi"]),
+            "maxMemory": self._random.choice(["", "384Mi"]),
             "boot": {"image": "tiny"},
             "shutdownTimeout": self._random.choice(["3s", "20s"]),
             "disks": [{"name": f"d{n}", "volume": f"vol{n}"} for n in volumes],

@@ -14,7 +14,8 @@ import anyio
 from chv.agent.engine import Engine
 from chv.agent.vm.freeze import frozen
 from chv.common import virtual_time
-from chv.common.errors import ChvError
+from chv.common.errors import ChvError, FailedPrecondition
+from chv.common.wire.agent import ActOnVm, VmVerb
 from chv.common.wire.stord import CrashClass, StorageEvent
 from tests.sim.chaos import TIMEOUT_S, Chaos, is_kill, swarm
 from tests.sim.checks import problems
@@ -131,6 +132,7 @@ class Schedule:
             daemon.down_until = 0.0
         for volume in self.machine.host.stord.volumes.values():
             volume.full = False
+        await self._resume(engine)
         if self.events_random.random() < 0.5:  # a hint as well, which may be lost
             engine.notify_daemon_ready("all")
         # Longest waits: a restart's back-off, and the window that forgives crashes.
@@ -141,6 +143,20 @@ class Schedule:
         before = self.chaos.effects
         await anyio.sleep(STILL_S)
         self.still_effects = self.chaos.effects - before
+
+    async def _resume(self, engine: Engine) -> None:
+        """Let paused guests run on: what stands can let go of nothing."""
+        await anyio.sleep(RESYNC_S)
+        for stored in engine._context.ledger.tables.of_kind("VirtualMachine"):
+            if stored.facts is not None and stored.facts.paused:
+                with suppress(FailedPrecondition):  # it has ended meanwhile
+                    await engine.act(
+                        ActOnVm(
+                            verb=VmVerb.RESUME,
+                            name=stored.resource.metadata.name,
+                            requester="sim",
+                        )
+                    )
 
     async def _happenings(self, engine: Engine) -> None:
         """What the world does by itself, until the quiet phase."""

@@ -44,6 +44,8 @@ class SimProcess:
     obedient: bool
     alive: bool = True
     state: VmmState = VmmState.CREATED
+    cpus: int = 0
+    memory_bytes: int = 0
     halts_for_good: bool = False  # as Cloud Hypervisor: what is halted can only boot again
     button_at: float = -1.0
     boots: int = 0
@@ -93,6 +95,7 @@ class SimHost:
         self.intends_nic: Callable[[str, str], bool] = lambda vm, nic: True
         self.now: Callable[[], float] = lambda: 0.0
         self.spawned = 0
+        self.two_phases = 0.5  # how likely a VMM is one that starts empty
 
     # --- what happens by itself
 
@@ -161,8 +164,10 @@ class SimHost:
         pid = 1000 + self.spawned
         disks = {disk.id: _volume(disk) for disk in config.disks if disk.kind == "vhost-user-blk"}
         nics = {nic.id for nic in config.nics}
-        self.processes[pid] = SimProcess(pid, uid, config, obedient, disks=disks, nics=nics)
-        return self.processes[pid].record
+        process = SimProcess(pid, uid, config, obedient, disks=disks, nics=nics)
+        process.cpus, process.memory_bytes = config.cpus, config.memory_bytes
+        self.processes[pid] = process
+        return process.record
 
     def _check_parts(self, request: SpawnRequest) -> None:
         uid, config = request.vm.uid, request.config
@@ -234,6 +239,23 @@ class SimHost:
         if session is None or session.serving:
             process.reset_due = False
         process.ran_at = self.now()
+
+    def set_cpus(self, vm_uid: str, cpus: int) -> None:
+        """Give a VM that many CPUs; it clings to those that it has as it does to disks."""
+        process = self.monitor(vm_uid)
+        if cpus > process.config.cpus_max:
+            self.violate(f"{vm_uid} was to have {cpus} CPUs, {process.config.cpus_max} at most")
+        if cpus < process.cpus and process.clings > 0:
+            process.clings -= 1
+            raise DeadlineExceeded("the guest keeps its CPUs")
+        process.cpus = cpus
+
+    def set_memory(self, vm_uid: str, memory_bytes: int) -> None:
+        """Give a VM more memory."""
+        process = self.monitor(vm_uid)
+        if not process.memory_bytes <= memory_bytes <= process.config.memory_max_bytes:
+            self.violate(f"{vm_uid} was to have {memory_bytes} bytes of memory")
+        process.memory_bytes = memory_bytes
 
     # --- disks and the guest agent
 
@@ -327,7 +349,7 @@ class SimVmms:
     async def spawn(self, request: SpawnRequest) -> WorkerRecord:
         obedient = self._chaos.random.random() < 0.7
         clings = 0 if self._chaos.quiet else self._chaos.random.choice((0, 1, 2))
-        two_phases = self._chaos.random.random() < 0.5
+        two_phases = self._chaos.random.random() < self._host.two_phases
 
         def effect() -> WorkerRecord:
             made = self._host.spawn(request, obedient)
@@ -443,6 +465,12 @@ class SimVmms:
 
     async def remove_nic(self, vm: VmHandle, nic_id: str) -> None:
         await self._do("remove_nic", lambda: self._host.remove_nic(vm.uid, nic_id))
+
+    async def set_cpus(self, vm: VmHandle, cpus: int) -> None:
+        await self._do("set_cpus", lambda: self._host.set_cpus(vm.uid, cpus))
+
+    async def set_memory(self, vm: VmHandle, memory_bytes: int) -> None:
+        await self._do("set_memory", lambda: self._host.set_memory(vm.uid, memory_bytes))
 
     async def ping_guest(self, vm: VmHandle) -> None:
         await self._do("ping_guest", lambda: self._host.agent(vm.uid), False)

@@ -17,7 +17,7 @@ from chv.common.errors import FailedPrecondition
 from chv.common.layout import Layout
 from chv.common.quantity import parse_bytes
 from chv.common.wire.nwd import NicInfo
-from chv.common.wire.resources import ImageStatus, VirtualMachine
+from chv.common.wire.resources import ImageStatus, VirtualMachine, VirtualMachineSpec
 from chv.common.wire.stord import AttachmentInfo
 from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig
 
@@ -49,6 +49,9 @@ def vmm_config(vm: VirtualMachine, desired: DesiredVm, parts: Parts, layout: Lay
         cpus=vm.spec.cpus,
         memory_bytes=parse_bytes(vm.spec.memory, field="spec.memory"),
         accelerator=parts.selection.accelerator,
+        binary=parts.selection.binary,
+        cpus_max=vm.spec.max_cpus,
+        memory_max_bytes=memory_max_bytes(vm.spec),
         kernel=kernel,
         initramfs=initramfs,
         cmdline=cmdline,
@@ -57,6 +60,11 @@ def vmm_config(vm: VirtualMachine, desired: DesiredVm, parts: Parts, layout: Lay
         runtime_dir=str(layout.vmm(vm.metadata.uid)),
         uuid=vm.metadata.uid,
     )
+
+
+def memory_max_bytes(spec: VirtualMachineSpec) -> int:
+    """Return how far the memory may grow while the VM runs; 0 where it may not."""
+    return parse_bytes(spec.max_memory, field="spec.maxMemory") if spec.max_memory else 0
 
 
 def _boot(vm: VirtualMachine, image: ImageStatus | None) -> tuple[str, str, str]:

@@ -13,6 +13,7 @@ from chv.agent.vm.model import (
     DesiredVm,
 )
 from chv.common.ids import derived_uid
+from chv.common.quantity import parse_bytes
 from chv.common.wire.agent import VolumeVerb
 from chv.common.wire.resources import (
     InterfaceSpec,
@@ -76,6 +77,9 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
         force_stop=facts.force_stop,
         reset_request=facts.reset_request,
         storage_request=facts.storage_request,
+        paused=facts.paused,
+        cpus=vm.spec.cpus,
+        memory_bytes=parse_bytes(vm.spec.memory, field="spec.memory"),
         boot_image=vm.spec.boot.image,
         disks=_disks(tables, vm),
         nics=_nics(tables, vm, facts),

@@ -65,6 +65,7 @@ def facts_after(facts: VmFacts, ending: Ending, follow: Follow, moment: str) -> 
         replace_worker="",
         reset_request="",
         storage_request="",
+        paused=False,
         force_stop=False,
         started=facts.started and follow not in (Follow.HALT, Follow.REST),
         given_up=given_up,

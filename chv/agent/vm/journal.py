@@ -29,6 +29,8 @@ NAMES: dict[type[steps.Step], str] = {
     steps.RemoveDiskStep: "remove_disk",
     steps.AddNicStep: "add_nic",
     steps.RemoveNicStep: "remove_nic",
+    steps.SetCpusStep: "set_cpus",
+    steps.SetMemoryStep: "set_memory",
     steps.ThawStep: "thaw",
     steps.StopStep: "stop",
     steps.CleanupStep: "cleanup",

@@ -57,6 +57,9 @@ class DesiredVm:
     force_stop: bool = False
     reset_request: str = ""
     storage_request: str = ""
+    paused: bool = False
+    cpus: int = 1
+    memory_bytes: int = 0
     boot_image: str = ""
     disks: tuple[DesiredDisk, ...] = ()
     nics: tuple[DesiredNic, ...] = ()
@@ -98,6 +101,10 @@ class ObservedWorker:
     plugged: frozenset[str] | None = None  # disk ids; None: the VMM was not or cannot be asked
     nics: frozenset[str] = frozenset()  # recorded: NIC ids
     plugged_nics: frozenset[str] | None = None  # as `plugged`
+    cpus: int = 1  # recorded: what it was given last, and how far it may go; 0: they stay
+    cpus_max: int = 0
+    memory_bytes: int = 0
+    memory_max_bytes: int = 0
     frozen: bool = False  # the guest was perhaps frozen, and nobody is about to thaw it
 
 

@@ -177,7 +177,17 @@ async def _with_devices(
             plugged_nics = frozenset(await context.world.vmm.nics(handle_of(stored)))
     known = {disk_id: uid for disk_id, uid in recorded.items() if uid}
     nics = frozenset(nic.id for nic in row.config.nics)
-    return replace(worker, disks=known, plugged=plugged, nics=nics, plugged_nics=plugged_nics)
+    return replace(
+        worker,
+        disks=known,
+        plugged=plugged,
+        nics=nics,
+        plugged_nics=plugged_nics,
+        cpus=row.config.cpus,
+        cpus_max=row.config.cpus_max,
+        memory_bytes=row.config.memory_bytes,
+        memory_max_bytes=row.config.memory_max_bytes,
+    )
 
 
 async def _stranger_lives(context: Context, uid: str) -> bool:

@@ -7,6 +7,7 @@ status says so. All other fields are either taken up at once or refused while th
 from __future__ import annotations
 
 from chv.agent.records import WorkerRow
+from chv.agent.vm.config import memory_max_bytes
 from chv.common.names import shown
 from chv.common.quantity import parse_bytes
 from chv.common.wire.resources import CloudInitSpec, VirtualMachineSpec
@@ -23,6 +24,12 @@ def pending_changes(row: WorkerRow | None, spec: VirtualMachineSpec) -> dict[str
         found["cpus"] = f"{row.config.cpus} run, {spec.cpus} wanted"
     if row.config.memory_bytes != parse_bytes(spec.memory, field="spec.memory"):
         found["memory"] = f"{running_memory(row)} runs, {spec.memory} wanted"
+    if row.config.cpus_max != spec.max_cpus:
+        found["maxCpus"] = f"{row.config.cpus_max} runs, {spec.max_cpus} wanted"
+    if row.config.memory_max_bytes != memory_max_bytes(spec):
+        found["maxMemory"] = (
+            f"{row.config.memory_max_bytes >> 20}Mi runs, {spec.max_memory or 'none'} wanted"
+        )
     started = row.spec
     if started is None:  # recorded before specs were
         return found

@@ -33,6 +33,7 @@ from chv.agent.vm.plan_nics import (
     replug_nics,
     unwanted_nics,
 )
+from chv.agent.vm.plan_sizes import resize
 from chv.agent.vm.steps import (
     AdoptStep,
     AttachConsoleStep,
@@ -185,15 +186,18 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
     steps = change_nics(desired, observed, worker) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
-    steps += _run(worker, held=full is not None)
+    held = full is not None or desired.paused
+    steps += _run(worker, held=held)
     if desired.reset_request:
         steps.append(ResetStep())
     if full is not None:
         return [*steps, full]
-    if worker.frozen:
+    if worker.frozen and not desired.paused:
         steps.append(ThawStep())
     steps += replug_nics(desired, observed, worker)
     steps += replug(desired, observed, worker)
+    if not _waits(steps):
+        steps += resize(desired, worker)
     if desired.storage_request and not _waits(steps):
         # Last: by then the vCPUs run. A VMM whose vCPUs stand may not come back to its disks.
         steps.append(restart_storage(observed))
@@ -286,6 +290,6 @@ def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -
     if worker.state is VmmState.EMPTY:  # no guest has seen the loss
         return [*steps, *_first_run()]
     steps += [AwaitDisksStep(), ResetStep()]
-    if _full(desired, observed) is None:
+    if _full(desired, observed) is None and not desired.paused:
         steps.append(BootStep() if worker.state is VmmState.CREATED else ResumeStep())
     return steps

@@ -128,6 +128,8 @@ def _phase_alive(picture: Picture) -> VmPhase:
     assert worker is not None
     if picture.state is VmmState.UNKNOWN:
         return VmPhase.UNKNOWN if worker.booted else VmPhase.STARTING
+    if picture.state is VmmState.CREATED and worker.booted and picture.desired.paused:
+        return VmPhase.PAUSED  # it was reset meanwhile
     return {
         VmmState.EMPTY: VmPhase.STARTING,
         VmmState.CREATED: VmPhase.STARTING,
@@ -277,6 +279,8 @@ def _paused(picture: Picture) -> Condition:
     wait = wait_for(picture.steps, "Paused")
     if wait is not None:
         return condition("Paused", paused, wait.reason, wait.message)
+    if picture.desired.paused:
+        return condition("Paused", paused, "Asked")
     return condition("Paused", paused, "VcpusStand" if paused else "VcpusRun")
 
 

@@ -194,6 +194,20 @@ class RemoveNicStep:
 
 
 @dataclass(frozen=True, slots=True)
+class SetCpusStep:
+    """Give a running VM another number of CPUs, then record it."""
+
+    cpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetMemoryStep:
+    """Give a running VM more memory, then record it."""
+
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ThawStep:
     """Thaw a guest that somebody froze who is no more."""
 
@@ -206,6 +220,8 @@ VmmStep = (
     | RemoveDiskStep
     | AddNicStep
     | RemoveNicStep
+    | SetCpusStep
+    | SetMemoryStep
     | ThawStep
     | BootStep
     | MarkRecoveringStep

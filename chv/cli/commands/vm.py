@@ -1,4 +1,4 @@
-"""`chv start|stop|restart|reset` and `chv wait`."""
+"""`chv start|stop|restart|reset|pause|resume` and `chv wait`."""
 
 from __future__ import annotations
 

@@ -112,13 +112,16 @@ class DeleteObject(Message, frozen=True, kw_only=True):
 class VmVerb(StrEnum):
     """`stop` asks the guest, then kills; `restart` is stop and start; `reset` is the button.
 
-    `restart_storage` replaces the storage daemon of the VM's disks under the running guest.
+    `pause` holds the vCPUs until `resume`, or until the VM ends; `restart_storage` replaces the
+    storage daemon of the VM's disks under the running guest.
     """
 
     START = "start"
     STOP = "stop"
     RESTART = "restart"
     RESET = "reset"
+    PAUSE = "pause"
+    RESUME = "resume"
     RESTART_STORAGE = "restart_storage"
 
 

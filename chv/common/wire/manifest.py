@@ -31,7 +31,7 @@ DOCUMENTS_MAX = 200
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 USER_DATA = "spec.cloudInit.userData"
 NAMESPACE = "default"
-_QUANTITIES = ("spec.memory", "spec.size")
+_QUANTITIES = ("spec.memory", "spec.maxMemory", "spec.size")
 
 
 def load_documents(text: str) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ def _value_at(tree: Any, path: str) -> object:
 def _hint(path: str, value: object) -> str:
     bare = isinstance(value, int | float) and not isinstance(value, bool)
     if path in _QUANTITIES and bare:
-        unit = "Mi" if path == "spec.memory" else "Gi"
+        unit = "Gi" if path == "spec.size" else "Mi"
         return f"write {value}{unit}, with its unit"
     if path == "spec.shutdownTimeout" and bare:
         return f"write {value}s, with its unit"

@@ -32,6 +32,7 @@ from chv.common.wire.volume_rules import check_snapshot, check_volume
 
 MEMORY_BYTES_MIN = 16 << 20
 MEMORY_BYTES_MAX = 1 << 40
+MEMORY_STEP_BYTES = 128 << 20  # in which a Linux guest on x86 takes up memory
 SHUTDOWN_S_MAX = 3600.0
 
 
@@ -69,6 +70,7 @@ def _check_vm(spec: VirtualMachineSpec) -> None:
             field="spec.memory",
             hint=f"write {max(16, memory >> 20)}Mi",
         )
+    _check_maxima(spec, memory)
     seconds = parse_duration_s(spec.shutdown_timeout, field="spec.shutdownTimeout")
     if not 1 <= seconds <= SHUTDOWN_S_MAX:
         raise InvalidArgument(
@@ -90,6 +92,26 @@ def _check_vm(spec: VirtualMachineSpec) -> None:
     check_interfaces(spec.interfaces)
     _check_cloud_init(spec)
     refuse_twice("spec.guestPorts", map(str, spec.guest_ports))
+
+
+def _check_maxima(spec: VirtualMachineSpec, memory_bytes: int) -> None:
+    if spec.max_cpus and spec.max_cpus < spec.cpus:
+        raise InvalidArgument(
+            f"{spec.max_cpus} is less than spec.cpus, {spec.cpus}",
+            field="spec.maxCpus",
+            hint=f"{spec.cpus} or more, or leave it out",
+        )
+    if not spec.max_memory:
+        return
+    most_bytes = parse_bytes(spec.max_memory, field="spec.maxMemory")
+    more_bytes = most_bytes - memory_bytes
+    if more_bytes < 0 or most_bytes > MEMORY_BYTES_MAX or more_bytes % MEMORY_STEP_BYTES:
+        raise InvalidArgument(
+            f"{shown(spec.max_memory)} is not spec.memory, {shown(spec.memory)}, and whole steps "
+            "of 128Mi more, at most 1Ti",
+            field="spec.maxMemory",
+            hint=f"for instance {(memory_bytes >> 20) + 1024}Mi",
+        )
 
 
 def _check_disks(spec: VirtualMachineSpec) -> None:

@@ -15,6 +15,9 @@ T = TypeVar("T")
 Quantity = Annotated[
     str, Meta(min_length=1, max_length=32, description="Kubernetes quantity: 512Mi, 2Gi")
 ]
+QuantityOrEmpty = Annotated[
+    str, Meta(max_length=32, description="Kubernetes quantity: 512Mi, 2Gi; or empty")
+]
 Duration = Annotated[
     str, Meta(pattern=r"^[0-9]{1,6}(ms|s|m|h)\Z", description="duration: 500ms, 30s, 5m, 2h")
 ]

@@ -46,6 +46,7 @@ from chv.common.wire.resource_base import (
     ObjectMeta,
     OwnerReference,
     Quantity,
+    QuantityOrEmpty,
     Struct,
     always,
 )
@@ -139,6 +140,7 @@ __all__ = [
     "ObjectMeta",
     "OwnerReference",
     "Quantity",
+    "QuantityOrEmpty",
     "RbdSpec",
     "Resource",
     "RuleProtocol",
@@ -307,8 +309,10 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Desired state of a VM. Memory is always shared with the storage daemon.
 
     On a running VM, `runStrategy`, `shutdownTimeout` and `guestPorts` change at once. `cpus`,
-    `memory`, `boot.cmdline` and `cloudInit` are stored and take effect at the next start; until
-    then the condition `RestartRequired` is True and names them, and `status.vmm` shows what runs.
+    `memory`, their maxima, `boot.cmdline` and `cloudInit` are stored and take effect at the next
+    start; until then the condition `RestartRequired` is True and names them, and `status.vmm` shows
+    what runs. Where `maxCpus` or `maxMemory` leaves room, `cpus` changes and `memory` grows in
+    steps of 128Mi while the VM runs; without them (0, empty) they stay as at the start.
     (A guest's cloud-init applies much of `cloudInit` only at the first boot of a disk.) `disks`
     are plugged and unplugged, but for the one that the firmware booted, and so are `interfaces`,
     where the VMM can (QEMU does). One that stays changes its groups, bandwidth, connection bound
@@ -320,6 +324,8 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     vmm: VmmChoice = VmmChoice.AUTO
     cpus: Annotated[int, Meta(ge=1, le=CPUS_MAX)] = 1
     memory: Quantity = "256Mi"
+    max_cpus: Annotated[int, Meta(ge=0, le=CPUS_MAX)] = 0
+    max_memory: QuantityOrEmpty = ""
     boot: BootSpec = BootSpec()
     disks: Annotated[list[DiskSpec], Meta(max_length=DISKS_MAX)] = []
     interfaces: Annotated[list[InterfaceSpec], Meta(max_length=INTERFACES_MAX)] = []

@@ -55,6 +55,49 @@ async def test_what_takes_effect_at_the_next_start_is_told_until_then() -> None:
 
 
 @simulated
+async def test_within_its_maxima_a_running_vm_gets_cpus_and_memory_at_once() -> None:
+    async with open_bench() as bench:
+        assert await applied(bench, *everything(maxCpus=4, maxMemory="384Mi")) == "running"
+        process = bench.process("web")
+        assert process is not None
+        for cpus, memory in ((3, "256Mi"), (2, "384Mi")):
+            wanted: dict[str, Any] = {
+                "maxCpus": 4,
+                "maxMemory": "384Mi",
+                "cpus": cpus,
+                "memory": memory,
+            }
+            assert await applied(bench, vm(**wanted)) == "running"
+            assert (process.cpus, process.memory_bytes >> 20) == (cpus, int(memory[:3]))
+            seen = bench.get("VirtualMachine", "web").status.vmm
+            assert (seen.cpus, seen.memory) == (cpus, memory)
+            assert bench.condition("RestartRequired") == ("False", "AsStarted")
+        assert bench.process("web") is process
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fields"),
+    [
+        ({"memory": "128Mi"}, "memory"),  # less
+        ({"memory": "300Mi", "maxMemory": "428Mi"}, "memory, maxMemory"),  # no whole step
+        ({"cpus": 8, "maxCpus": 8}, "cpus, maxCpus"),  # more than it was started for
+    ],
+)
+@simulated
+async def test_what_a_running_vm_cannot_take_up_waits_for_the_next_start(
+    wanted: dict[str, Any], fields: str
+) -> None:
+    start: dict[str, Any] = {"memory": "256Mi", "maxCpus": 4, "maxMemory": "512Mi"}
+    async with open_bench() as bench:
+        await applied(bench, *everything(**start))
+        told = await applied(bench, vm(**start | wanted))
+        assert told == f"stored; takes effect at the next start: {fields}"
+        process = bench.process("web")
+        assert process is not None
+        assert (process.cpus, process.memory_bytes >> 20) == (1, 256)
+
+
+@simulated
 async def test_a_spec_that_goes_back_to_what_runs_asks_for_no_restart() -> None:
     async with open_bench() as bench:
         await applied(bench, image(), bare())

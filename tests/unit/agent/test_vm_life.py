@@ -24,6 +24,10 @@ from tests.sim.virtual import simulated
 from tests.sim.vmms import SimGuests, SimProcess
 
 
+def state(process: SimProcess) -> VmmState:
+    return process.state
+
+
 def live(bench: Bench, name: str = "web") -> SimProcess:
     process = bench.process(name)
     assert process is not None
@@ -69,6 +73,7 @@ async def test_the_journal_shows_each_step_of_a_start() -> None:
             "attach_nic",
             "seed",
             "spawn",
+            "create",
             "attach_console",
             "boot",
         ]
@@ -566,3 +571,77 @@ async def test_an_always_changing_spec_still_ends_as_wanted() -> None:
             await bench.apply(vm(memory=f"{128 + number}Mi"))
         await bench.until("phase=Running")
         assert bench.get("VirtualMachine", "web").metadata.generation == 5
+
+
+@simulated
+async def test_a_paused_vm_stands_until_it_is_resumed_whatever_happens_to_the_agent() -> None:
+    async with open_bench() as bench:
+        process = await started(bench)
+        operation = await bench.final((await bench.act("pause")).id)
+        assert operation.state is api.OperationState.SUCCEEDED
+        assert state(process) is VmmState.PAUSED
+        assert bench.condition("Paused") == ("True", "Asked")
+        again = await bench.final((await bench.act("pause")).id)
+        assert again.state is api.OperationState.SUCCEEDED
+    bench.machine.host.exits = type(bench.machine.host.exits)()
+    async with open_bench(bench.machine) as bench:
+        await anyio.sleep(100)
+        assert state(process) is VmmState.PAUSED
+        assert bench.get("VirtualMachine", "web").status.phase == "Paused"
+        await bench.final((await bench.act("resume")).id)
+        assert state(process) is VmmState.RUNNING
+        assert bench.condition("Paused") == ("False", "VcpusRun")
+
+
+@simulated
+async def test_a_paused_vm_that_is_reset_or_loses_its_storage_goes_on_standing() -> None:
+    async with open_bench() as bench:
+        process = await started(bench)
+        await bench.final((await bench.act("pause")).id)
+        bench.machine.host.lose_storage(process.vm_uid)
+        await bench.until("StorageLost", status="False")
+        await anyio.sleep(100)
+        assert process.resets > 0
+        assert state(process) in (VmmState.PAUSED, VmmState.CREATED)
+        assert bench.get("VirtualMachine", "web").status.phase == "Paused"
+        await bench.final((await bench.act("resume")).id)
+        assert state(process) is VmmState.RUNNING
+
+
+@simulated
+async def test_a_stop_ends_a_pause_and_the_next_start_runs() -> None:
+    async with open_bench() as bench:
+        process = await started(bench)
+        await bench.final((await bench.act("pause")).id)
+        await bench.final((await bench.act("stop")).id)
+        assert not process.alive
+        with pytest.raises(FailedPrecondition, match="it does not run, so it cannot be paused"):
+            await bench.act("pause")
+        await bench.final((await bench.act("start")).id)
+        assert state(live(bench)) is VmmState.RUNNING
+
+
+@simulated
+async def test_a_vmm_that_starts_empty_is_given_its_vm_and_halts_before_a_reset() -> None:
+    async with open_bench() as bench:
+        bench.machine.host.two_phases = 1.0
+        process = await started(bench)
+        bench.machine.host.lose_storage(process.vm_uid)
+        await bench.until("StorageLost")
+        await bench.until("StorageLost", status="False")
+        await bench.until("VMMRunning")
+        assert (process.alive, process.boots) == (True, 2)
+        assert state(process) is VmmState.RUNNING
+
+
+@simulated
+async def test_a_vmm_whose_agent_died_before_it_was_given_its_vm_is_given_it_by_the_next() -> None:
+    async with open_bench() as bench:
+        bench.machine.host.two_phases = 1.0
+        process = await started(bench)
+    process.state = VmmState.EMPTY  # as if that agent had not come so far
+    bench.machine.host.exits = type(bench.machine.host.exits)()
+    async with open_bench(bench.machine) as bench:
+        await anyio.sleep(60)
+        assert bench.process("web") is process
+        assert state(process) is VmmState.RUNNING
