@@ -151,12 +151,13 @@ def allocate6(
 
     `host_number` counts from the address of the IPv4 subnet. One that was given back comes last.
     """
-    taken = {str(gateway6(subnet)), str(subnet.network_address), *used}
-    avoided = taken | set(released)
+    reserved = (str(gateway6(subnet)), str(subnet.network_address))
     if 0 < host_number < subnet.num_addresses:
         candidate = str(subnet.network_address + host_number)
-        if candidate not in avoided:
+        if not any(candidate in each for each in (reserved, used, released)):
             return candidate
+    taken = {*reserved, *used}
+    avoided = taken | set(released)
     for offset in range(1, min(subnet.num_addresses - 1, len(avoided) + 1) + 1):
         candidate = str(subnet.network_address + offset)
         if candidate not in avoided:

@@ -6,6 +6,7 @@ life. Errors name the field of the request.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 
 from chv.common.errors import (
@@ -26,6 +27,8 @@ from chv.nwd.kernel.errors import BRIDGE_PORTS_MAX
 from chv.nwd.members import Members
 from chv.nwd.records import Network, Nic, Records, Wanted
 from chv.nwd.topology import refuse_recorded_name
+
+SUBNETS_KEPT_MAX = 1024
 
 
 class NicRows:
@@ -112,7 +115,7 @@ class NicRows:
         return sorted(set(request.security_groups))
 
     def _address(self, request: AttachVmNic, old: Nic | None, network: Network) -> str:
-        subnet = IPv4Network(network.topology.subnet)
+        subnet = _subnet(network.topology.subnet)
         gateway = IPv4Address(network.topology.gateway)
         owners = self._others_with(request.address, request)
         if request.address:
@@ -135,7 +138,7 @@ class NicRows:
                     hint="the network needs a subnet6",
                 )
             return ""
-        subnet = IPv6Network(text)
+        subnet = _subnet6(text)
         owners = self._others_with(request.address6, request)
         if request.address6:
             self._refuse_exposed(request.address6, "address6", network.network_id)
@@ -143,7 +146,7 @@ class NicRows:
         if old is not None and old.address6 and not old.asked_address6:
             return old.address6
         used = self._used(old, network.network_id)
-        number = int(IPv4Address(address)) - int(IPv4Network(network.topology.subnet)[0])
+        number = int(IPv4Address(address)) - int(_subnet(network.topology.subnet).network_address)
         released = self._records.released6(network.network_id)
         return addresses.allocate6(subnet, number, used, released)
 
@@ -173,6 +176,16 @@ class NicRows:
         owner = self._exposed(network_id).get(_usual(address))
         if owner is not None:
             raise InUse(f"{address} belongs to exposure {owner}", field=field, resource=owner)
+
+
+@lru_cache(SUBNETS_KEPT_MAX)
+def _subnet(text: str) -> IPv4Network:
+    return IPv4Network(text)
+
+
+@lru_cache(SUBNETS_KEPT_MAX)
+def _subnet6(text: str) -> IPv6Network:
+    return IPv6Network(text)
 
 
 def _refuse_change(request: AttachVmNic, old: Nic) -> None:

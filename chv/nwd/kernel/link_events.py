@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 
@@ -28,6 +28,7 @@ _LINK, _ADDRESS4, _ROUTE4, _ADDRESS6, _ROUTE6, _SETTINGS4, _SETTINGS6 = 1, 5, 7,
 _GROUPS = (_LINK, _ADDRESS4, _ROUTE4, _ADDRESS6, _ROUTE6, _SETTINGS4, _SETTINGS6)
 _SOL_NETLINK, _ADD_MEMBERSHIP = 270, 1
 _INFO = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
+_INDEX_AT = slice(4, 8)  # of it: the number of the link
 _IFNAME, _PROTINFO, _ISOLATED = 3, 12, 33
 _IP = struct.Struct("=4Bi")  # ifaddrmsg: family, length, flags, scope, link
 _IP_ADDRESS, _IP_LOCAL = 1, 2
@@ -113,7 +114,7 @@ def _program() -> list[socket_filter.Instruction]:
 
 def receive(listener: socket.socket) -> tuple[list[News], bool]:
     """Return what has come, and whether any was lost."""
-    found: list[News] = []
+    messages: list[tuple[int, bytes]] = []
     lost = False
     for _ in range(DRAINED_MAX):
         try:
@@ -125,13 +126,32 @@ def receive(listener: socket.socket) -> tuple[list[News], bool]:
             if error.errno in (errno.EAGAIN, errno.EINTR):
                 break
             raise
-        found += parse(data)
-    return found, lost
+        messages += _messages(data)
+    return list(_news(_last_words(messages))), lost
 
 
 def parse(data: bytes) -> Iterator[News]:
     """Yield what a buffer tells of; what nobody here asks for is left out."""
-    for kind, _, body in netlink.messages(data):
+    return _news(_messages(data))
+
+
+def _messages(data: bytes) -> list[tuple[int, bytes]]:
+    return [(kind, body) for kind, _, body in netlink.messages(data)]
+
+
+def _last_words(messages: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
+    """Leave of each link, and of each port, the last message: a new tap is told of six times."""
+    latest: dict[object, tuple[int, bytes]] = {}
+    for number, (kind, body) in enumerate(messages):
+        is_link = kind in (_NEW_LINK, _DELETE_LINK) and len(body) >= _INFO.size
+        key: object = (body[0], body[_INDEX_AT]) if is_link else number
+        latest.pop(key, None)
+        latest[key] = kind, body
+    return latest.values()
+
+
+def _news(messages: Iterable[tuple[int, bytes]]) -> Iterator[News]:
+    for kind, body in messages:
         news = _parse_one(kind, body)
         if news is not None:
             yield news
