@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import socket
+import struct
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from chv.common.process.spec import Program
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
 from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig, VmmState
 from tests.helpers import wait_until
+from tests.vmm_rigs import TUNGETIFF, open_tap
 
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 PROBE = Path(__file__).parents[1] / "chv" / "probe" / "probe.elf"
 STOCK, TOLERANT = "CHV_CLOUD_HYPERVISOR", "CHV_CLOUD_HYPERVISOR_TOLERANT"
 
@@ -84,10 +88,20 @@ class Vm:
 
     async def hear(self) -> None:
         """Connect to the serial port again: the VMM makes it anew at each reset."""
-        if self.serial is not None:
-            await self.serial.aclose()
-        self.heard.clear()
+        await self.hang_up()
         self.serial = await anyio.connect_unix(self.driver.serial_socket(self.dir))
+
+    async def hang_up(self) -> None:
+        """Leave nothing unread: the VMM's serial thread would end of it."""
+        if self.serial is None:
+            return
+        with anyio.fail_after(5), suppress(anyio.EndOfStream, anyio.BrokenResourceError, OSError):
+            await self.serial.send_eof()
+            while True:
+                await self.serial.receive()
+        await self.serial.aclose()
+        self.serial = None
+        self.heard.clear()
 
     async def says(self, text: bytes, timeout_s: float = 10) -> bytes:
         """Return what the guest printed up to `text`, which is taken out."""
@@ -111,6 +125,21 @@ class Vm:
 
     def log(self) -> str:
         return (self.base / "vmm.log").read_text()
+
+
+@contextmanager
+def open_nic() -> Iterator[int]:
+    """A tap that is up: a NIC whose tap is down is dead from its first frame on."""
+    with open_tap() as tap, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        raise_link(control, tap)
+        yield tap
+
+
+def raise_link(control: socket.socket, tap: int, *, up: bool = True) -> None:
+    """Set a tap's link up or down."""
+    name = fcntl.ioctl(tap, TUNGETIFF, bytes(40))[:16]
+    flags = IFF_UP if up else 0
+    fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", name, flags))
 
 
 @asynccontextmanager
@@ -142,6 +171,7 @@ class World:
         cmdline: str = "",
         disks: tuple[DiskConfig, ...] = (),
         nics: tuple[NicConfig, ...] = (),
+        seccomp: str = "true",
         **more: object,
     ) -> Vm:
         """Spawn a VMM that has no VM yet."""
@@ -167,10 +197,10 @@ class World:
         for directory in (home / "vmm", home / "save"):
             directory.mkdir(mode=0o700)
         vm = Vm(driver, home, config)
-        await self.spawn(vm)
+        await self.spawn(vm, seccomp=seccomp)
         return vm
 
-    async def spawn(self, vm: Vm) -> None:
+    async def spawn(self, vm: Vm, *, seccomp: str = "true") -> None:
         """Start the VMM as the agent does: root makes what it inherits."""
         launch = vm.driver.launch(vm.config)
         with ExitStack() as opened:
@@ -189,15 +219,15 @@ class World:
             vm.record = await self.provider.spawn(
                 SpawnSpec(
                     worker_id=vm.config.worker_id,
-                    argv=launch.argv,
+                    argv=tuple(seccomp if word == "true" else word for word in launch.argv),
                     environment=launch.environment,
                     fds=fds,
                     groups=launch.groups,
                     log_path=str(vm.base / "vmm.log"),
                 )
             )
-        self.stack.push_async_callback(terminate, vm.record, grace_s=0)
         self.stack.push_async_callback(self._end, vm)
+        self.stack.push_async_callback(terminate, vm.record, grace_s=0)
 
     async def _end(self, vm: Vm) -> None:
         if vm.serial is not None:
@@ -235,4 +265,4 @@ class World:
         return DiskConfig(id=name, kind="vhost-user-blk", path=str(path)), child
 
 
-__all__ = ["STOCK", "TOLERANT", "Vm", "World", "binary_of", "open_world"]
+__all__ = ["STOCK", "TOLERANT", "Vm", "World", "binary_of", "open_nic", "open_world", "raise_link"]

@@ -11,7 +11,7 @@ import pytest
 from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from chv.vmm.cloud_hypervisor import devices, spec
 from chv.vmm.driver import NicConfig, PluggedDisk, VmmState
-from tests.cloud_hypervisor_rig import World, open_world
+from tests.cloud_hypervisor_rig import World, open_nic, open_world
 from tests.helpers import taps_of, wait_until
 from tests.vmm_rigs import open_tap
 
@@ -28,7 +28,7 @@ async def world() -> AsyncIterator[World]:
 
 async def test_disks_and_nics_are_there_from_the_first_boot_on(world: World) -> None:
     disk, _ = await world.serve("root")
-    with open_tap() as tap:
+    with open_nic() as tap:
         vm = await world.vm(disks=(disk,), nics=(NIC,), cmdline="disk=check,sectors=8")
         await vm.start({"net0": (tap,)})
         assert b"virtio=3" in vm.heard or b"virtio=2" in vm.heard
@@ -39,7 +39,7 @@ async def test_disks_and_nics_are_there_from_the_first_boot_on(world: World) -> 
 
 
 async def test_a_nics_tap_survives_resets_in_the_vmm(world: World) -> None:
-    with open_tap() as tap:
+    with open_nic() as tap:
         vm = await world.vm(nics=(NIC,))
         await vm.start({"net0": (tap,)})
         held = set(taps_of(vm.pid))
@@ -67,7 +67,7 @@ async def test_a_disk_is_plugged_and_let_go_of_and_plugged_again(world: World) -
 async def test_a_nic_is_plugged_and_let_go_of_and_its_tap_with_it(world: World) -> None:
     vm = await world.vm()
     await vm.start()
-    with open_tap() as tap:
+    with open_nic() as tap:
         for _ in range(2):
             await vm.driver.add_nic(vm.dir, SPARE_NIC, (tap,))
         await vm.says(b"hot=1")
@@ -159,7 +159,7 @@ async def test_a_vm_is_cut_off_though_its_disk_is_dead_and_comes_back(world: Wor
 
 
 async def test_an_interrupted_create_is_made_anew_and_a_whole_one_is_left(world: World) -> None:
-    with open_tap() as tap:
+    with open_nic() as tap:
         vm = await world.vm(nics=(NIC,))
         machine = vm.driver._machine(vm.dir)
         body = spec.vm_config(vm.config, version=(53, 0), landlock=False)
@@ -179,3 +179,17 @@ async def test_a_disk_of_a_file_cannot_be_plugged_later(world: World) -> None:
     await vm.start()
     with pytest.raises(InvalidArgument, match="plugged later"):
         await vm.driver.add_disk(vm.dir, msgspec.structs.replace(spare, kind="file"))
+
+
+async def test_a_nic_dies_with_its_taps_link_and_the_vm_can_still_be_cut_off(
+    world: World,
+) -> None:
+    """Its worker ends at a frame that the tap does not take; a pause would wait for it for ever."""
+    with open_tap() as tap:  # its link is down
+        vm = await world.vm(nics=(NIC,))
+        await vm.start({"net0": (tap,)})
+        await wait_until(lambda: "NEEDS_RESET" in vm.log())
+        with anyio.fail_after(3):
+            await vm.driver.halt(vm.dir)
+        await vm.driver.reset(vm.dir)
+        assert await vm.state() is VmmState.CREATED

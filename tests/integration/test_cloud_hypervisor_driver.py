@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -148,7 +150,7 @@ async def test_a_frozen_vmm_is_late_for_a_look_and_unknown_for_a_change(
     monkeypatch.setattr(api, "CHANGE_S_MAX", 0.3)
     machine = vm.driver._machine(vm.dir)
     vm.send(signal.SIGSTOP)
-    with pytest.raises(OutcomeUnknown, match="vm.pause"):
+    with pytest.raises(OutcomeUnknown, match=r"vm\.pause"):
         await machine.api.change("vm.pause")
     with pytest.raises(DeadlineExceeded, match=r"busy with vm\.pause"):
         await vm.driver.observe(vm.dir)
@@ -241,3 +243,32 @@ async def test_a_guest_that_reboots_for_ever_fills_nothing(
     another = CloudHypervisorDriver((binary_of(),))
     assert ((await another.observe(vm.dir)).reboots or 0) >= 45  # by the summary
     await another.close(vm.dir)
+
+
+async def test_a_viewer_that_reads_to_the_end_may_come_back(world: World) -> None:
+    vm = await world.vm(cmdline="beat=20")
+    await vm.start()
+    for _ in range(5):
+        await vm.hear()
+        await vm.says(b"beat ")
+        await vm.says(b"beat ")
+    assert threads.serves_serial(vm.pid)
+
+
+async def test_a_viewer_that_leaves_bytes_unread_ends_the_port_until_a_reset(world: World) -> None:
+    vm = await world.vm(cmdline="beat=20")
+    await vm.start()
+    assert vm.serial is not None
+    peeked = vm.serial.extra(anyio.abc.SocketAttribute.raw_socket)
+    await wait_until(lambda: readable(peeked))
+    await vm.serial.aclose()
+    vm.serial = None
+    await wait_until(lambda: not threads.serves_serial(vm.pid))
+    await vm.driver.reset(vm.dir)
+    await vm.hear()
+    await vm.says(b"ready ")
+    assert threads.serves_serial(vm.pid)
+
+
+def readable(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])

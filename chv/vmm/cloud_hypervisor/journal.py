@@ -80,9 +80,8 @@ class Journal:
     def _forget(self, fd: int) -> None:
         self.mark("summary", self._history.summary())
         mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        length = self._offset - self._kept_from
-        start, size = ctypes.c_long(self._kept_from), ctypes.c_long(length)
-        if _libc.fallocate(fd, mode, start, size) == 0:
+        # From the beginning: only whole pages are given back, and earlier holes ended within one.
+        if _libc.fallocate(fd, mode, ctypes.c_long(0), ctypes.c_long(self._offset)) == 0:
             self._kept_from = self._offset
 
     @contextmanager

@@ -7,7 +7,8 @@ here. A snapshot needs a KVM that can tell nested state; where it cannot, the re
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -112,20 +113,27 @@ def _rewrite(path: Path, like: os.stat_result, config: spec.Body) -> None:
 
 
 async def receive(machine: Machine, config: VmmConfig, socket: Path) -> None:
-    """Wait for a VM; the VMM answers nothing else meanwhile."""
+    """Wait for a VM; the VMM answers nothing else meanwhile.
+
+    It comes with the paths that it had: its serial port stays in the directory of the sender.
+    """
     if config.nics:
         raise Unsupported(
             "Cloud Hypervisor cannot receive a VM whose taps come by descriptor", field="nics"
         )
     require("receive", (await machine.look()).state, VmmState.EMPTY)
-    (machine.runtime_dir / spec.SERIAL_SOCKET).unlink(missing_ok=True)
     body = {"receiver_url": f"unix:{socket}"}
     await machine.api.put("vm.receive-migration", body, limit_s=api.MOVE_S_MAX)
+    served = Path((await machine.api.info()).config["serial"]["socket"])
+    own = machine.runtime_dir / spec.SERIAL_SOCKET
+    if served != own:
+        own.unlink(missing_ok=True)
+        own.symlink_to(served)
     machine.journal.mark("made", spec.limits(config))
 
 
 async def send(machine: Machine, socket: Path) -> None:
-    """Hand a VM over; the VMM ends by itself afterwards."""
+    """Hand a VM over; the VMM ends by itself, and has ended when this returns."""
     seen = await machine.look()
     if seen.present.listed("net"):
         raise Unsupported(
@@ -136,26 +144,54 @@ async def send(machine: Machine, socket: Path) -> None:
     require("send", seen.state, VmmState.RUNNING, VmmState.PAUSED)
     machine.journal.mark("sending")
     body = {"destination_url": f"unix:{socket}", "local": True}
-    await machine.api.put("vm.send-migration", body, limit_s=api.MOVE_S_MAX)
-    with anyio.move_on_after(api.MOVE_S_MAX):
-        while not (outcome := await _outcome(machine)):
-            await anyio.sleep(POLL_S)
-        if outcome == "finished":
+    with _serial_given_up(machine.runtime_dir / spec.SERIAL_SOCKET) as taken:
+        await machine.api.put("vm.send-migration", body, limit_s=api.MOVE_S_MAX)
+        with anyio.move_on_after(api.MOVE_S_MAX):
+            while not (outcome := await _outcome(machine)):
+                taken()
+                await anyio.sleep(POLL_S)
+            if outcome == "failed":
+                raise FailedPrecondition("the other side did not take the VM; it goes on here")
             return
-        raise FailedPrecondition("the other side did not take the VM; it goes on here")
     raise OutcomeUnknown(f"no end of the move in {api.MOVE_S_MAX:g} s")
 
 
+@contextmanager
+def _serial_given_up(path: Path) -> Iterator[Callable[[], None]]:
+    """Leave the name of the serial socket to the receiver, and let it keep it.
+
+    Both VMMs have the same path in their configuration: the receiver binds it, and the sender
+    removes it when it ends. What is yielded is to be called until then.
+    """
+    aside, kept = path.with_name(f"{path.name}.sent"), path.with_name(f"{path.name}.kept")
+    kept.unlink(missing_ok=True)
+    path.rename(aside)
+
+    def taken() -> None:
+        if path.exists() and not kept.exists():
+            kept.hardlink_to(path)
+
+    try:
+        yield taken
+    except FailedPrecondition:
+        aside.rename(path)
+        raise
+    finally:
+        if kept.exists():
+            kept.replace(path)
+            aside.unlink(missing_ok=True)
+
+
 async def _outcome(machine: Machine) -> str:
-    """Return finished or failed, empty as long as it goes on."""
+    """Return finished (and the VMM has ended) or failed; empty as long as it goes on."""
     told = machine.journal.read().migration
-    if told in ("finished", "failed"):
+    if told == "failed":
         return told
+    ended = False
     try:
         await machine.api.ping()
     except Unavailable:
-        told = machine.journal.read().migration
-        if told == "finished":
-            return told
-        raise OutcomeUnknown("the VMM ended in the middle of the move") from None
-    return ""
+        ended = True
+    if ended and machine.journal.read().migration != "finished":
+        raise OutcomeUnknown("the VMM ended in the middle of the move")
+    return "finished" if ended else ""

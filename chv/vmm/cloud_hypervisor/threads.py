@@ -13,6 +13,7 @@ from pathlib import Path
 from chv.common.errors import NotFound
 
 ALWAYS = ("event-monitor", "http-server", "vmm", "vmm_signal_hand")
+SERIAL = "serial-manager"
 _VCPU = re.compile(r"vcpu[0-9]+")
 _MODE = re.compile(r"^Seccomp:\s*([0-9])$", re.MULTILINE)
 _FILTER = "2"
@@ -23,6 +24,14 @@ def unfiltered(pid: int) -> tuple[str, ...]:
     modes = _modes(pid)
     wanted = {*ALWAYS, *filter(_VCPU.fullmatch, modes)}
     return tuple(sorted(name for name in wanted if modes.get(name) != _FILTER))
+
+
+def serves_serial(pid: int) -> bool:
+    """Tell whether the thread lives that serves the serial port of a running VM.
+
+    In v53 it ends for good, until the VM is reset, when a viewer closes with bytes unread.
+    """
+    return SERIAL in _modes(pid)
 
 
 def _modes(pid: int) -> dict[str, str]:
