@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from chv.cli import connect, output
 from chv.common.wire import agent
-from chv.common.wire.types import Empty
+from chv.common.wire.types import Empty, Feature
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Show the node's state and what it rests on."""
     with connect.client(arguments.socket) as client:
         node = client.call(agent.NODE_STATUS, Empty())
-    if arguments.output:
+    if arguments.output in ("json", "yaml"):
         output.document(node, arguments.output)
         return 0
     print(f"Node {node.name}, instance {node.instance}, chv {node.version}")
@@ -58,14 +59,16 @@ def status(arguments: argparse.Namespace) -> int:
         ],
     )
     print()
-    output.table(
-        ["FEATURE", "PRESENT", "DETAIL"],
-        [
-            [entry.name, "yes" if entry.present else "no", entry.detail or "-"]
-            for entry in node.features
-        ],
-    )
+    _features(node.features, with_detail=arguments.output == "wide")
     return 0
+
+
+def _features(features: Sequence[Feature], *, with_detail: bool) -> None:
+    """Print what this host can do; what an attempt said is for those who look closer."""
+    rows = [[each.name, "yes" if each.present else "no", each.detail or "-"] for each in features]
+    headers = ["FEATURE", "PRESENT", "DETAIL"]
+    columns = 3 if with_detail else 2
+    output.table(headers[:columns], [row[:columns] for row in rows])
 
 
 def reset(arguments: argparse.Namespace) -> int:
