@@ -114,8 +114,16 @@ def check_delete(tables: Tables, stored: StoredObject) -> None:
         raise InUse(
             f"it is used by {names}",
             resource=stored.title,
-            hint=f"delete {names} first",
+            hint=_letting_go(stored, holders, names),
         )
+
+
+def _letting_go(stored: StoredObject, holders: list[StoredObject], names: str) -> str:
+    """Say how its holders let go of it: a guest need not die for a rule."""
+    guests = ", ".join(h.key[2] for h in holders if h.resource.kind == "VirtualMachine")
+    if stored.resource.kind == "SecurityGroup" and guests:
+        return f"take it out of securityGroups of {guests} first; that changes while they run"
+    return f"delete {names} first"
 
 
 def _leaves(holder: StoredObject) -> bool:
@@ -281,13 +289,13 @@ def _is_only_read(stored: StoredObject | None) -> bool:
 
 def _check_referred(stored: StoredObject, field: str, found: Resource) -> None:
     """Refuse a reference that can never work."""
-    if isinstance(found, Image) and not found.spec.builtin:
+    if isinstance(found, Image) and found.spec.builtin != "tiny":
         needs_disk = isinstance(stored.resource, Volume)
         if needs_disk and found.spec.disk is None:
             raise InvalidArgument(
                 f"image {found.metadata.name!r} has no disk", resource=stored.title, field=field
             )
-        if not needs_disk and found.spec.kernel is None:
+        if not needs_disk and not found.spec.builtin and found.spec.kernel is None:
             raise InvalidArgument(
                 f"image {found.metadata.name!r} has no kernel",
                 resource=stored.title,

@@ -497,6 +497,18 @@ async def test_what_failed_is_tried_again_when_nwd_says_that_the_node_has_change
 
 
 @simulated
+async def test_a_group_with_members_says_how_they_let_go_of_it() -> None:
+    async with open_bench() as bench:
+        await settled(bench, image(), network(), group(), member("web", "web"))
+        with pytest.raises(InUse) as caught:
+            await bench.delete("SecurityGroup", "web")
+        assert "securityGroups of web" in caught.value.hint
+        assert "delete" not in caught.value.hint
+        await settled(bench, member("web"))
+        await bench.final((await bench.delete("SecurityGroup", "web")).id)
+
+
+@simulated
 async def test_a_network_stays_while_an_exposure_is_on_it() -> None:
     async with open_bench() as bench:
         await settled(bench, network(), exposure(targets=[]))
