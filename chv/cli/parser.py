@@ -197,7 +197,7 @@ def _node(commands: Sub[argparse.ArgumentParser]) -> None:
     node = commands.add_parser("node", help="The node itself.")
     actions = node.add_subparsers(metavar="ACTION", required=True)
     status = _add(actions, "status", "node:status", "State, daemons, VMMs and conditions.")
-    _output(status)
+    _output(status, ("json", "yaml", "wide"))
     reset = _add(actions, "reset", "node:reset", "Leave state Failed and try again.")
     del reset
     up = _add(commands, "up", "up:up", "Start a node for development, or find it running.")
