@@ -23,6 +23,7 @@ enum { POWER_BUTTON = 0x100, OP_NAME = 0x08, OP_EXTENDED = 0x5b, OP_REGION = 0x8
 
 struct acpi acpi;
 static struct table *dsdt;
+static u8 s5;
 
 u32 reg_read(struct reg r, u32 offset, u32 bytes) {
     u64 at = r.at + offset;
@@ -135,7 +136,7 @@ static void seen_operator(const u8 *p) {
 
 /* NameOp "_S5_", PackageOp, length, count, first element (section 7.4.2). */
 static void seen_five(const u8 *p) {
-    if (p[-3] == OP_NAME && starts((const char *)p - 2, "_S5_")) acpi.s5 = aml_integer(p + 5);
+    if (p[-3] == OP_NAME && starts((const char *)p - 2, "_S5_")) s5 = aml_integer(p + 5);
 }
 
 void acpi_scan(void) {
@@ -144,12 +145,16 @@ void acpi_scan(void) {
         return;
     }
     find(OP_EXTENDED, seen_operator);
-    find('5', seen_five);
     if (acpi.pm1_event.at && !acpi.ged.at)
         reg_write(acpi.pm1_event, acpi.pm1_event_bytes / 2, 2, POWER_BUTTON);
-    say("acpi sleep=%lx pm1=%lx s5=%u reset=%lx ged=%lx pci=%lx cpus=%lx memory=%lx dsdt_bytes=%u",
-        acpi.sleep.at, acpi.pm1_control.at, (u32)acpi.s5, acpi.reset.at, acpi.ged.at, acpi.pci.at,
-        acpi.cpus.at, acpi.memory.at, dsdt->len);
+    say("acpi sleep=%lx pm1=%lx reset=%lx ged=%lx pci=%lx cpus=%lx memory=%lx dsdt_bytes=%u",
+        acpi.sleep.at, acpi.pm1_control.at, acpi.reset.at, acpi.ged.at, acpi.pci.at, acpi.cpus.at,
+        acpi.memory.at, dsdt->len);
+}
+
+u8 acpi_s5(void) {
+    if (dsdt) find('5', seen_five);
+    return s5;
 }
 
 u32 pm_timer(void) { return acpi.timer.at ? reg_read(acpi.timer, 0, 4) : 0; }

@@ -13,11 +13,12 @@ void reg_write(struct reg r, u32 offset, u32 bytes, u32 value);
 struct acpi {
     struct reg reset, sleep, pm1_event, pm1_control, timer;
     struct reg ged, pci, cpus, memory;           /* operation regions GDST, PCST, PRST, MHPR/HPMR */
-    u8 reset_value, s5, pm1_event_bytes;
+    u8 reset_value, pm1_event_bytes;
     u32 cpus_present, cpus_max;
 };
 extern struct acpi acpi;
 
 u32 pm_timer(void);
 void acpi_init(u64 rsdp);                        /* tables: enough for pm_timer() */
-void acpi_scan(void);                            /* DSDT: the rest */
+void acpi_scan(void);                            /* DSDT: the rest, but for what off needs */
+u8 acpi_s5(void);                                /* the sleep type that turns the machine off */

@@ -19,7 +19,7 @@ struct device {
     struct disk *disk;
     struct nic *nic;
 };
-static struct device devices[DEVICES_MAX];
+static struct device devices[DEVICES_MAX] UNCLEARED;
 
 static struct device *find(u16 bdf) {
     for (struct device *d = devices; d < devices + DEVICES_MAX; d++)
@@ -92,6 +92,12 @@ static void scan_bus(u8 bus, u16 bridge, u32 depth, bool hot) {
         for (u32 f = 0; f < functions; f++)
             if (!f || pci_present(bdf | f)) look_at(bdf | f, bridge, depth, hot);
     }
+}
+
+void devices_init(void) {
+    for (struct device *d = devices; d < devices + DEVICES_MAX; d++) d->used = false;
+    disks_init();
+    nics_init();
 }
 
 void devices_scan(bool hot) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "base.h"
 
+void devices_init(void);
 void devices_scan(bool hot);
 /* Let every driver work; true while one has work that ends. */
 bool devices_poll(void);

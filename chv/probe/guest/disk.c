@@ -11,7 +11,7 @@
 enum { STALL_MS = 2000, LOOK_MS = 200, ERROR_PAUSE_MS = 10, ERRORS_SAID = 20 };
 enum { CONFIG_CAPACITY = 0, CONFIG_WCE = 32 };
 
-static struct disk disks[DISKS_MAX];
+static struct disk disks[DISKS_MAX] UNCLEARED;
 static struct vring rings[DISKS_MAX] DMA;
 static u8 data[DISKS_MAX][LANES_MAX][CHUNK * SECTOR] DMA;
 
@@ -60,6 +60,10 @@ static bool start(struct disk *d) {
     virtio_ready(&d->device);
     d->sectors = virtio_config64(&d->device, CONFIG_CAPACITY);
     return true;
+}
+
+void disks_init(void) {
+    for (u32 i = 0; i < DISKS_MAX; i++) disks[i].used = disks[i].identified = false;
 }
 
 struct disk *disk_add(const struct vdev *device) {

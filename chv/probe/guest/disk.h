@@ -43,6 +43,7 @@ struct disk {
     struct lane lane[LANES_MAX];
 };
 
+void disks_init(void);
 struct disk *disk_add(const struct vdev *device);
 /* True while it works on a plan that ends. */
 bool disk_poll(struct disk *d);

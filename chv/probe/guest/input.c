@@ -14,7 +14,7 @@
 
 enum { DATA = 0x3f8, LINE_STATUS = 0x3fd, DATA_READY = 1, BURST_MAX = 256 };
 
-static char line[1024];
+static char line[1024] UNCLEARED;
 static u32 used;
 
 /* word is "key[.who]=value"; whether it was understood. */

@@ -101,6 +101,7 @@ void main(const struct start_info *info) {
     say_memory(info);
     const char *cpu = option("cpu");
     if (cpu) instructions_try(cpu);
+    devices_init();
     devices_scan(false);
     acpi_scan();
     announce_init();

@@ -11,7 +11,7 @@
 enum { NET_MTU = 1 << 3, NET_MAC = 1 << 5, NET_STATUS = 1 << 16 };
 enum { CONFIG_STATUS = 6, CONFIG_MTU = 10, LOOK_MS = 200 };
 
-static struct nic nics[NICS_MAX];
+static struct nic nics[NICS_MAX] UNCLEARED;
 static struct vring rings[NICS_MAX][2] DMA;
 static u8 buffers[NICS_MAX][RX][BUFFER] DMA;
 
@@ -60,6 +60,10 @@ static bool take_address(struct nic *n) {
     n->lease = LEASE_BOUND;
     send_arp(n, 1, n->ip, NULL);
     return true;
+}
+
+void nics_init(void) {
+    for (u32 i = 0; i < NICS_MAX; i++) nics[i].used = false;
 }
 
 struct nic *nic_add(const struct vdev *device) {

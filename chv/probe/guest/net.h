@@ -37,6 +37,7 @@ struct nic {
     u64 check_us, sent_us, timeout_ms, lease_ms;
 };
 
+void nics_init(void);
 struct nic *nic_add(const struct vdev *device);
 /* True while checks are left. */
 bool nic_poll(struct nic *n);

@@ -13,9 +13,9 @@ enum { STILL_ALIVE_MS = 2000, SLEEP_ENABLE = 1 << 5, PM1_SLEEP_ENABLE = 1 << 13 
 extern _Noreturn void triple_fault(void);
 
 static void off(void) {
-    if (acpi.sleep.at) reg_write(acpi.sleep, 0, 1, acpi.s5 << 2 | SLEEP_ENABLE);
+    if (acpi.sleep.at) reg_write(acpi.sleep, 0, 1, acpi_s5() << 2 | SLEEP_ENABLE);
     else if (acpi.pm1_control.at)
-        reg_write(acpi.pm1_control, 0, 2, acpi.s5 << 10 | PM1_SLEEP_ENABLE);
+        reg_write(acpi.pm1_control, 0, 2, acpi_s5() << 10 | PM1_SLEEP_ENABLE);
 }
 
 static void reboot(void) {

@@ -7,7 +7,7 @@ enum { DATA = 0x3f8, FIFO_CONTROL = 0x3fa, LINE_STATUS = 0x3fd };
 enum { TRANSMITTER_EMPTY = 0x20, FIFO_ON_AND_CLEAR = 7, FIFO = 16 };
 enum { PATIENCE = 1000000 };                     /* polls of a reader that does not read */
 
-static char line[768];
+static char line[768] UNCLEARED;
 static u32 used;
 
 static void put(char c) {
