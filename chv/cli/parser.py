@@ -166,7 +166,7 @@ def _images(commands: Sub[argparse.ArgumentParser]) -> None:
     image = commands.add_parser("image", help="Images: build, import, list, remove, collect.")
     actions = image.add_subparsers(metavar="ACTION", required=True)
     build = _add(actions, "build", "image:build", "Build the built-in guest and define its Image.")
-    build.add_argument("builtin", nargs="?", default="tiny", choices=["tiny"])
+    build.add_argument("builtin", nargs="?", default="tiny", choices=["tiny", "probe"])
     build.add_argument("--name", default="")
     _namespace(build)
     imported = _add(actions, "import", "image:import_", "Import a file or a URL as an image.")

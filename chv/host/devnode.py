@@ -54,7 +54,8 @@ LOCK_TIMEOUT_S = 60.0
 READY = "TenantReady"
 # What a background agent gets of ours: settings for tests, and the way to Debian's mirror.
 PASSED_ENVIRONMENT = (
-    *("CHV_VMM", "CHV_FAKE", "CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD"),
+    *("CHV_VMM", "CHV_CLOUD_HYPERVISOR", "CHV_FAKE"),
+    *("CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD"),
     *("http_proxy", "https_proxy", "no_proxy", "APT_CONFIG"),
 )
 

@@ -1,4 +1,4 @@
-"""Images that CHV makes itself: builds them once per machine, then imports them into a store.
+"""Images that CHV brings or makes: built once per machine, then imported into a store.
 
 The build directory, `<cache_dir>/tiny-<codename>/`, is shared by every node of the machine; a
 lock file lets one of them build while the others wait for its result. It is separate from the
@@ -21,8 +21,10 @@ from chv.common.errors import DeadlineExceeded, NotFound
 from chv.guest.tiny import FORMATS, TinyImage, build_tiny, load_tiny
 from chv.images.copying import Progress
 from chv.images.store import Artifact, ImageStore
+from chv.probe import image
 
-BUILTIN_NAMES = ("tiny",)
+PROBE = "probe"  # comes with the package: nothing to build
+BUILTIN_NAMES = ("tiny", PROBE)
 # An Image's artifact by the file that the build makes.
 ARTIFACT_NAMES = {"kernel": "kernel", "initramfs": "initramfs", "disk.raw": "disk"}
 LOCK_POLL_S = 0.1
@@ -40,15 +42,18 @@ async def ensure_builtin(
             field="spec.source.builtin",
             hint=f"one of {', '.join(BUILTIN_NAMES)}",
         )
+    if name == PROBE:
+        kernel = await store.import_file(image.ELF_PATH, FORMATS["kernel"], image.sha256())
+        return {"kernel": kernel}
     # The cheap answer first: a finished build is never changed in place.
     out = cache_dir / f"{name}-{codename()}"
-    image = load_tiny(out)
-    if image is not None and _stored(image, store):
-        return await _import(image, store)
+    tiny = load_tiny(out)
+    if tiny is not None and _stored(tiny, store):
+        return await _import(tiny, store)
     cache_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
     async with exclusive(cache_dir / f".{out.name}.lock", progress):
-        image = load_tiny(out) or await build_tiny(out, out / "debs", progress=progress)
-        return await _import(image, store)
+        tiny = load_tiny(out) or await build_tiny(out, out / "debs", progress=progress)
+        return await _import(tiny, store)
 
 
 def codename() -> str:
@@ -58,14 +63,14 @@ def codename() -> str:
     return UNSAFE.sub("-", text.lower())
 
 
-def _stored(image: TinyImage, store: ImageStore) -> bool:
-    return all(store.get(built.sha256) for built in image.manifest.artifacts.values())
+def _stored(tiny: TinyImage, store: ImageStore) -> bool:
+    return all(store.get(built.sha256) for built in tiny.manifest.artifacts.values())
 
 
-async def _import(image: TinyImage, store: ImageStore) -> dict[str, Artifact]:
+async def _import(tiny: TinyImage, store: ImageStore) -> dict[str, Artifact]:
     return {
-        ARTIFACT_NAMES[file]: await store.link_file(image.path(file), FORMATS[file], built.sha256)
-        for file, built in image.manifest.artifacts.items()
+        ARTIFACT_NAMES[file]: await store.link_file(tiny.path(file), FORMATS[file], built.sha256)
+        for file, built in tiny.manifest.artifacts.items()
     }
 
 

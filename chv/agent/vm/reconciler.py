@@ -159,7 +159,8 @@ class VmReconciler:
             return
         row = self._context.ledger.tables.workers.get(self._uid)
         pending = pending_changes(row, vm_of(stored).spec) if desired.running else {}
-        message = "running" if desired.running else (operation.message or "stopped")
+        runs = "paused" if desired.paused else "running"
+        message = runs if desired.running else (operation.message or "stopped")
         if pending and operation.verb == "update":
             message = f"stored; takes effect at the next start: {', '.join(pending)}"
         await self._context.operations.end(operation.id, OperationState.SUCCEEDED, message)

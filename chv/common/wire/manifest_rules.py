@@ -154,7 +154,7 @@ def _check_image(spec: ImageSpec) -> None:
         raise InvalidArgument(
             "the image has neither files nor a builtin name",
             field="spec",
-            hint="builtin: tiny, or kernel, initramfs, disk with path or url and sha256",
+            hint="builtin: tiny or probe, or kernel, initramfs, disk with path or url and sha256",
         )
     for name in ("kernel", "initramfs", "disk"):
         file = getattr(spec, name)

@@ -204,7 +204,7 @@ class ImageDisk(Struct, kw_only=True, frozen=True, omit_defaults=True):
 class ImageSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Either `builtin` or at least one of kernel, initramfs, disk."""
 
-    builtin: Annotated[str, Meta(pattern=r"^(tiny)?\Z")] = ""
+    builtin: Annotated[str, Meta(pattern=r"^(tiny|probe)?\Z")] = ""
     kernel: ImageFile | None = None
     initramfs: ImageFile | None = None
     disk: ImageDisk | None = None

@@ -17,6 +17,7 @@ from chv.common.errors import NotFound
 from chv.guest import tiny
 from chv.guest.tiny import BuiltArtifact, TinyImage, TinyManifest, recipe
 from chv.images import ImageStore, builtin, ensure_builtin
+from chv.probe import image as probe
 from tests.helpers import wait_until
 
 CONTENTS = {
@@ -133,3 +134,13 @@ async def test_a_killed_builder_gives_the_lock_back(tmp_path: Path) -> None:
     finally:
         holder.kill()
         holder.join()
+
+
+async def test_the_probe_comes_with_the_package_and_is_built_nowhere(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "store")
+    await anyio.to_thread.run_sync(store.recover)
+    found = await ensure_builtin("probe", tmp_path / "cache", store, print)
+    assert found.keys() == {"kernel"}
+    kept = store.path(found["kernel"].sha256)
+    assert kept.read_bytes() == probe.ELF_PATH.read_bytes()
+    assert not (tmp_path / "cache").exists()
