@@ -38,6 +38,7 @@ from chv.common.errors import (
     InUse,
     NotFound,
     PermissionDenied,
+    ResourceExhausted,
     Unavailable,
 )
 from chv.common.wire.stord import Limits
@@ -339,6 +340,10 @@ def translate(command: str, text: str) -> ChvError:
         return PermissionDenied(
             f"the storage uid may not open a file: {message}",
             hint="images must be readable by everyone",
+        )
+    if "AIO context" in text:
+        return ResourceExhausted(
+            message, hint="raise fs.aio-max-nr: each storage daemon takes 1024 of it"
         )
     if "accurate CPU usage" in text:  # the timing of a key derivation; nothing was written
         return Unavailable(message)

@@ -21,6 +21,7 @@ from chv.common.errors import (
     InvalidArgument,
     NotFound,
     PermissionDenied,
+    ResourceExhausted,
 )
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -208,6 +209,11 @@ def test_what_is_no_qcow2_is_refused(data: bytes) -> None:
         ("Could not open '/i': Permission denied", PermissionDenied),
         ("Could not open '/i': No such file or directory", NotFound),
         ("Export 'e1' is not found", NotFound),
+        (
+            "Unable to use native AIO: failed to create linux AIO context:"
+            " Resource temporarily unavailable",
+            ResourceExhausted,
+        ),
         ("Duplicate nodes with node-name='o'", Internal),
     ],
 )
