@@ -18,6 +18,7 @@ from chv.probe.device_events import (
     DiskDone,
     DiskPlanned,
     DiskRefused,
+    DiskReset,
     DiskResize,
     DiskResumed,
     DiskStall,
@@ -27,9 +28,6 @@ from chv.probe.events import (
     Beat,
     Boot,
     Button,
-    Cpu,
-    CpuDone,
-    CpuTry,
     Done,
     End,
     Fault,
@@ -40,9 +38,8 @@ from chv.probe.events import (
 from chv.probe.events import (
     Machine as MachineLine,
 )
-from chv.probe.image import CpuPlan, DiskPlan, ProbeCommand
+from chv.probe.image import DiskPlan, ProbeCommand
 from tests import probe_rig as rig
-from tests.helpers import wait_until
 
 MIB = 1 << 20
 SECTOR = 512
@@ -170,60 +167,6 @@ def press(machine: rig.Machine) -> None:
         machine.put("vm.power-button")
     elif isinstance(machine, rig.Qemu):
         machine.ask("system_powerdown")
-
-
-# ---- instructions ----
-
-
-async def test_qemus_processor_knows_all_that_it_promises(stack: ExitStack, tmp_path: Path) -> None:
-    machine = await rig.qemu(stack, tmp_path, ProbeCommand(cpu=CpuPlan()))
-    done = await machine.serial.wait(CpuDone)
-    assert done.failed == 0, machine.serial.all(Cpu)
-    tried = {event.insn for event in machine.serial.all(CpuTry)}
-    assert {"cmpxchg16b", "popcnt", "xrstor", "clac", "int3", "iret", "sysret"} <= tried
-    assert len(tried) == done.ok
-
-
-async def test_an_instruction_that_the_processor_lacks_is_a_line(
-    stack: ExitStack, tmp_path: Path
-) -> None:
-    command = ProbeCommand(cpu=CpuPlan(only=("popcnt", "rdtscp", "iret")))
-    machine = await rig.qemu(stack, tmp_path, command, "-cpu", "qemu64,-popcnt")
-    done = await machine.serial.wait(CpuDone)
-    assert done.absent >= 1
-    assert {event.insn: event.result for event in machine.serial.all(Cpu)}["popcnt"] == "absent"
-
-
-async def test_a_fatal_instruction_is_the_last_word_and_can_be_gone_round(
-    stack: ExitStack, tmp_path: Path
-) -> None:
-    fatal: list[str] = []
-    for attempt in range(60):
-        home = tmp_path / str(attempt)
-        home.mkdir()
-        with ExitStack() as each:
-            command = ProbeCommand(cpu=CpuPlan(skip=tuple(fatal)))
-            machine = await rig.cloud_hypervisor(each, home, command)
-            if (culprit := await judged(machine)) is None:
-                return
-            fatal.append(culprit)
-    raise AssertionError(f"no end of fatal instructions: {fatal}")
-
-
-async def judged(machine: rig.Machine) -> str | None:
-    """Return the instruction after which nothing came, or None when all were tried."""
-
-    def ended() -> bool:
-        dead = machine.process.poll() is not None
-        return dead or bool(machine.serial.all(CpuDone) or machine.serial.all(Fault)) or closed()
-
-    def closed() -> bool:
-        return bool(machine.serial.all(Boot)[1:]) or machine.serial.closed
-
-    await wait_until(ended, timeout_s=15, what="the instructions")
-    if machine.serial.all(CpuDone):
-        return None
-    return machine.serial.all(CpuTry)[-1].insn
 
 
 # ---- disks ----
@@ -390,3 +333,17 @@ async def test_a_disk_that_does_not_answer_is_reported_and_waited_for(
     assert (await machine.serial.wait(DiskResumed)).seq == stall.seq
     seen = len(machine.serial.all(Acked))
     await machine.serial.wait(Acked, seen + 3)
+
+
+async def test_a_reset_sends_again_what_was_under_way(boot: Booter, image: Path) -> None:
+    plan = DiskPlan(kind="writer", depth=4, window=100, seed=3)
+    machine = await boot(ProbeCommand(disks=(plan,)), image)
+    await machine.serial.wait(Acked, 3)
+    machine.serial.type("disk.0=reset")
+    assert (await machine.serial.wait(DiskReset)).ok
+    seen = len(machine.serial.all(Acked))
+    await machine.serial.wait(Acked, seen + 10)
+    machine.process.kill()
+    machine.process.wait()
+    acked = max(event.seq for event in machine.serial.all(Acked))
+    assert missing(image, acked, window=100, seed=3) == []

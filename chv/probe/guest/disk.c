@@ -132,7 +132,7 @@ static void report_stalls(struct disk *d) {
     }
 }
 
-/* A device that asks for it is reset, which forgets its requests: they are sent again. */
+/* A reset forgets the requests under way: they are sent again. */
 static void reset(struct disk *d) {
     u64 busy = 0;
     for (u32 i = 0; i < LANES_MAX; i++) busy |= (u64)d->lane[i].busy << i;
@@ -173,7 +173,8 @@ u32 disk_command(const char *who, u32 len, const char *plan) {
     u32 found = 0;
     for (struct disk *d = disks; d < disks + DISKS_MAX; d++) {
         if (!d->identified || !d->used || !meant(who, len, d->index, d->serial)) continue;
-        plan_start(d, plan);
+        if (starts(plan, "reset")) reset(d);
+        else plan_start(d, plan);
         found++;
     }
     return found;

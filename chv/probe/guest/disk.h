@@ -49,7 +49,7 @@ struct disk *disk_add(const struct vdev *device);
 bool disk_poll(struct disk *d);
 void disk_remove(struct disk *d);
 void disk_describe(const struct disk *d);
-/* Start a plan on the disks that are meant; their number. */
+/* Start a plan on the disks that are meant (or reset them, and send again); their number. */
 u32 disk_command(const char *who, u32 len, const char *plan);
 
 void plan_start(struct disk *d, const char *text);

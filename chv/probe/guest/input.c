@@ -1,7 +1,7 @@
 /*
  * Commands typed on the serial port, one line each, its words those of the command line:
- * disk=check, net.0=ping:router, cpu=popcnt, end=off; or bare: an end (off, reboot, ...), ping,
- * status.
+ * disk=check, disk.0=reset, net.0=ping:router, cpu=popcnt, end=off; or bare: an end (off, reboot,
+ * ...), ping, status.
  */
 #include "devices.h"
 #include "disk.h"
