@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from chv.common.errors import InvalidArgument
 from chv.common.ids import short_uid
 from chv.common.wire import stord as wire
+from tests.integration.stord_classes_helpers import nbd_server, open_class, spec
 from tests.integration.stord_helpers import IDS, Node, needs_qsd, open_node
 from tests.integration.vhost_client import VhostDisk
 
@@ -147,3 +149,31 @@ async def test_with_all_disks_known_no_proxy_is_started_that_would_serve_nobody(
         assert {each.crash_class for each in plain} == {wire.CrashClass.KEEP_VM}
         for info in plain:
             works(info)
+
+
+async def test_disks_with_a_key_and_disks_on_a_server_come_with_the_others_by_the_monitor() -> None:
+    with tempfile.TemporaryDirectory(prefix="chv-together-") as name:
+        place = Path(name)
+        place.chmod(0o711)
+        path = place / "nbd.sock"
+        async with open_node(storage=f'remotes = ["nbd+unix://{path}"]') as node:
+            node.add_key("default/disk", b"a-key-of-the-disk-0123456789")
+            keyed, remote, vm = IDS.uid(), IDS.uid(), IDS.uid()
+            plain = await volumes(node, "qcow2", "raw")
+            await node.open(keyed, format="qcow2", key="default/disk")
+            async with nbd_server(place / "disk", path):
+                export = wire.NbdPlace(socket=str(path), export="vol")
+                await open_class(node, remote, spec("nbd", nbd=export))
+                ids = [keyed, *plain, remote]
+                infos = [attachment(each) for each in (await node.attach_all(ids, vm)).values()]
+                assert len({info.backend_pid for info in infos}) == 1
+                for info in infos:
+                    works(info)
+                for volume_id in ids:
+                    await node.detach(volume_id, vm)
+            outcomes = await node.attach_all(ids, vm)
+            error = outcomes[remote].error
+            assert error is not None
+            assert error.code == "UNAVAILABLE"
+            for volume_id in [keyed, *plain]:
+                works(attachment(outcomes[volume_id]))

@@ -23,7 +23,7 @@ from tests.integration.tiny_vm import BOOT_TIMEOUT_S, TinyVm, boot
 pytestmark = [pytest.mark.root, pytest.mark.slow, needs_qsd]
 CACHE = Path("/var/cache/chv")
 LONG = bool(os.environ.get("CHV_LONG"))
-KILLS, TERMS, PROXY_KILLS = (40, 10, 5) if LONG else (4, 2, 1)
+KILLS, TERMS, PROXY_KILLS, RESTARTS = (40, 10, 5, 25) if LONG else (4, 2, 1, 3)
 WRITERS = 4
 # Each writer has 64 blocks of its own. A block is written directly, read back directly, and says
 # which round wrote it; at the end every block is read again.
@@ -77,6 +77,11 @@ async def test_a_real_guest_writes_and_verifies_through_deaths_of_its_workers(
             for _ in range(PROXY_KILLS):
                 await kill_proxy(node, vm_id)
                 await wrote(vm, 2)
+            losses = (await session(node, vm_id)).losses
+            for _ in range(RESTARTS):
+                await node.restart(vm_id)
+                await wrote(vm, 2)
+            assert (await session(node, vm_id)).losses == losses
             await vm.ssh("touch /tmp/stop")
             await wait_until(lambda: finished(vm), timeout_s=60, what="nothing hangs")
             assert await vm.ssh("cat /tmp/bad") == (0, "")
