@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SOURCE = "chv"
+SUMMARY = f"{SOURCE}/summary"  # for whoever begins to read: it stands for what went before
 SEPARATOR = b"\n\n"
 _START = '{\n  "timestamp"'
 
@@ -116,8 +117,6 @@ class History:
             case "made":
                 self.made = True
                 self.limits = {str(k): int(v) for k, v in event.properties.items()}
-            case "summary":
-                self.restore(event.properties)
 
     def summary(self) -> dict[str, Any]:
         """Return everything, for a record that stands for all that came before."""

@@ -62,8 +62,8 @@ class Journal:
     def _catch_up(self, fd: int) -> None:
         status = os.fstat(fd)
         if status.st_ino != self._inode or status.st_size < self._offset:
-            self._history, self._inode = History(), status.st_ino  # of another VMM
-            self._offset = self._kept_from = _first_data(fd, status.st_size)
+            self._inode = status.st_ino
+            self._begin(fd, status.st_size)  # the file of another VMM
         while self._offset < status.st_size:
             data = os.pread(fd, READ_BYTES, self._offset)
             whole = events.complete(data)
@@ -77,8 +77,19 @@ class Journal:
         if self._offset - self._kept_from > KEPT_BYTES_MAX:
             self._forget(fd)
 
+    def _begin(self, fd: int, size: int) -> None:
+        """Start with the last summary, where there is one, and go on where it ends."""
+        start = _first_data(fd, size)
+        data = os.pread(fd, max(0, size - start), start)
+        self._history, self._offset, self._kept_from = History(), start, start
+        for event in events.parse(data):
+            if event.name == events.SUMMARY:
+                self._history.restore(event.properties["history"])
+                self._offset = self._kept_from = int(event.properties["until"])
+
     def _forget(self, fd: int) -> None:
-        self.mark("summary", self._history.summary())
+        # The VMM may have appended since: the summary says how far it goes.
+        self.mark("summary", {"until": self._offset, "history": self._history.summary()})
         mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
         # From the beginning: only whole pages are given back, and earlier holes ended within one.
         if _libc.fallocate(fd, mode, ctypes.c_long(0), ctypes.c_long(self._offset)) == 0:
