@@ -95,7 +95,10 @@ class Agent:
         self.seeds = Seeds(layout)
         settings = settings_of(config.vmm, os.environ)
         drivers = make_drivers(
-            qemu_binary=settings.qemu_binary, kvm=settings.kvm, environment=os.environ
+            qemu_binary=settings.qemu_binary,
+            cloud_hypervisor_binary=settings.cloud_hypervisor_binary,
+            kvm=settings.kvm,
+            environment=os.environ,
         )
         self.probes = Probes(
             settings,
