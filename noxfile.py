@@ -88,6 +88,7 @@ def probe(session: nox.Session) -> None:
         package / "guest", Path(session.create_tmp()), package / "probe.elf"
     ):
         session.run(*command, external=True, silent=True)
+    (package / "probe.elf").chmod(0o644)  # data of the package, no program of this machine
     session.log(f"{(package / 'probe.elf').stat().st_size} bytes")
 
 

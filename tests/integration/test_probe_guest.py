@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import struct
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pytest
 
@@ -75,7 +75,11 @@ async def boot(
         )
 
     async def on_cloud_hypervisor(command: ProbeCommand, image: Path | None = None) -> rig.Machine:
-        disks = [{"path": str(image), "serial": "vol-a", "image_type": "Raw"}] if image else []
+        disks = (
+            [{"path": str(image), "id": "vol-a", "serial": "vol-a", "image_type": "Raw"}]
+            if image
+            else []
+        )
         return await rig.cloud_hypervisor(stack, tmp_path, command, disks=disks)
 
     yield on_qemu if request.param == "qemu" else on_cloud_hypervisor
@@ -266,65 +270,67 @@ async def test_the_guest_itself_misses_a_lost_record(boot: Booter, image: Path) 
     assert records.first_lost == acked
 
 
-async def test_a_disk_that_grows_is_seen(stack: ExitStack, tmp_path: Path, image: Path) -> None:
-    machine = await rig.qemu(stack, tmp_path, ProbeCommand(), *rig.disk(image, "vol-a"))
+async def test_a_disk_that_grows_is_seen(boot: Booter, image: Path) -> None:
+    machine = await boot(ProbeCommand(), image)
     await machine.serial.wait(Disk)
-    machine.ask("block_resize", **{"node-name": "vol-a", "size": 16 * MIB})
+    if isinstance(machine, rig.CloudHypervisor):
+        machine.put("vm.resize-disk", {"id": "vol-a", "desired_size": 16 * MIB})
+    elif isinstance(machine, rig.Qemu):
+        machine.ask("block_resize", **{"node-name": "vol-a", "size": 16 * MIB})
     grown = await machine.serial.wait(DiskResize)
     assert (grown.sectors, grown.was) == (16 * MIB // SECTOR, 8 * MIB // SECTOR)
 
 
-def storage_daemon(stack: ExitStack, tmp_path: Path, image: Path) -> subprocess.Popen[bytes]:
-    """A storage daemon that exports the image on a socket in the directory."""
+class Exported(NamedTuple):
+    """A VM whose disk is a storage daemon's."""
+
+    machine: rig.Machine
+    daemon: subprocess.Popen[bytes]
+
+
+BootExported = Callable[[ProbeCommand], Awaitable[Exported]]
+
+
+@pytest.fixture(params=["qemu", "cloud-hypervisor"])
+def boot_exported(
+    request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, image: Path
+) -> BootExported:
+    place = f"{tmp_path}/blk"
     argv = [
         "qemu-storage-daemon", "--blockdev", f"driver=file,node-name=f,filename={image}",
         "--blockdev", "driver=raw,node-name=d,file=f", "--export",
-        "type=vhost-user-blk,id=e,node-name=d,writable=on,addr.type=unix,"
-        f"addr.path={tmp_path}/blk",
+        f"type=vhost-user-blk,id=e,node-name=d,writable=on,addr.type=unix,addr.path={place}",
     ]  # fmt: skip
-    process: subprocess.Popen[bytes] = stack.enter_context(
-        rig.started(argv, tmp_path / "storage.log")
-    )
-    return process
+    chardev = f"socket,id=c,path={place}"
+    device = "vhost-user-blk-pci,chardev=c,num-queues=1,bus=port0"
+    disk = {"vhost_user": True, "vhost_socket": place, "num_queues": 1, "queue_size": 128}
+
+    async def booted(command: ProbeCommand) -> Exported:
+        if request.param != "qemu":
+            rig.cloud_hypervisor_binary()
+        daemon = stack.enter_context(rig.started(argv, tmp_path / "storage.log"))
+        (await rig.connected(tmp_path / "blk")).close()
+        machine: rig.Machine
+        if request.param == "qemu":
+            arguments = ("-chardev", chardev, "-device", device)
+            machine = await rig.qemu(stack, tmp_path, command, *arguments)
+        else:
+            machine = await rig.cloud_hypervisor(stack, tmp_path, command, disks=[disk])
+        return Exported(machine, daemon)
+
+    return booted
 
 
-async def test_a_storage_daemons_disk_is_checked(
-    stack: ExitStack, tmp_path: Path, image: Path
-) -> None:
-    storage_daemon(stack, tmp_path, image)
-    (await rig.connected(tmp_path / "blk")).close()
-    command = ProbeCommand(disks=(DiskPlan(kind="check", sectors=16, depth=8),))
-    machine = await rig.qemu(
-        stack, tmp_path, command, "-chardev", f"socket,id=c,path={tmp_path}/blk", "-device",
-        "vhost-user-blk-pci,chardev=c,num-queues=1,bus=port0",
-    )  # fmt: skip
-    done = await machine.serial.wait(DiskDone)
-    assert done.ok
-
-
-async def test_a_storage_daemons_disk_is_checked_on_cloud_hypervisor(
-    stack: ExitStack, tmp_path: Path, image: Path
-) -> None:
-    rig.cloud_hypervisor_binary()
-    storage_daemon(stack, tmp_path, image)
-    (await rig.connected(tmp_path / "blk")).close()
-    disk = {"vhost_user": True, "vhost_socket": f"{tmp_path}/blk", "num_queues": 1,
-            "queue_size": 128}  # fmt: skip
-    command = ProbeCommand(disks=(DiskPlan(kind="check", sectors=16, depth=8),))
-    machine = await rig.cloud_hypervisor(stack, tmp_path, command, disks=[disk])
+async def test_a_storage_daemons_disk_is_checked(boot_exported: BootExported) -> None:
+    plan = DiskPlan(kind="check", sectors=16, depth=8)
+    machine, _ = await boot_exported(ProbeCommand(disks=(plan,)))
     assert (await machine.serial.wait(DiskDone)).ok
 
 
 async def test_a_disk_that_does_not_answer_is_reported_and_waited_for(
-    stack: ExitStack, tmp_path: Path, image: Path
+    boot_exported: BootExported,
 ) -> None:
-    daemon = storage_daemon(stack, tmp_path, image)
-    (await rig.connected(tmp_path / "blk")).close()
-    command = ProbeCommand(disks=(DiskPlan(kind="writer"),))
-    machine = await rig.qemu(
-        stack, tmp_path, command, "-chardev", f"socket,id=c,path={tmp_path}/blk", "-device",
-        "vhost-user-blk-pci,chardev=c,num-queues=1,bus=port0",
-    )  # fmt: skip
+    machine, daemon = await boot_exported(ProbeCommand(disks=(DiskPlan(kind="writer"),)))
     await machine.serial.wait(Acked, 3)
     daemon.send_signal(signal.SIGSTOP)
     stall = await machine.serial.wait(DiskStall)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chv.probe.device_events import Device, DeviceGone, DiskDone, Lease, Nic
-from chv.probe.events import CpuAdded, Cpus, Machine, MemoryAdded, Ready
+from chv.probe.events import CpuAdded, CpuRemoved, Cpus, Machine, MemoryAdded, Ready
 from chv.probe.image import DiskPlan, ProbeCommand
 from tests import probe_network
 from tests import probe_rig as rig
@@ -83,7 +83,7 @@ async def test_processors_and_memory_come_on_qemu(stack: ExitStack, tmp_path: Pa
     assert (await machine.serial.wait(MemoryAdded)).size == 128 * MIB
 
 
-async def test_processors_and_memory_come_on_cloud_hypervisor(
+async def test_processors_come_and_go_and_memory_comes_on_cloud_hypervisor(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     machine = await rig.cloud_hypervisor(stack, tmp_path, ProbeCommand())
@@ -91,6 +91,9 @@ async def test_processors_and_memory_come_on_cloud_hypervisor(
     machine.put("vm.resize", {"desired_vcpus": 2})
     assert (await machine.serial.wait(CpuAdded)).id == 1
     assert (await machine.serial.wait(Cpus)).present == 2
+    machine.put("vm.resize", {"desired_vcpus": 1})
+    assert (await machine.serial.wait(CpuRemoved)).id == 1
+    assert (await machine.serial.wait(Cpus, 2)).present == 1
     machine.put("vm.resize", {"desired_ram": 192 * MIB})
     assert (await machine.serial.wait(MemoryAdded)).size == 128 * MIB
 
