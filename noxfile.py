@@ -80,7 +80,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def probe(session: nox.Session) -> None:
-    """Build the probe guest anew; its bytes are those in the tree where the compiler is the same."""
+    """Build the probe guest anew: the bytes in the tree, where the compiler is the same."""
     from chv.probe import recipe
 
     package = Path("chv/probe").resolve()
