@@ -162,6 +162,7 @@ class World:
         self.stack = stack
         self.layout = Layout("chtest", run_root=base / "r", state_root=base / "s")
         self.provider = PlainProvider(self.layout)
+        self.uid = self.layout.vmm_uid(0)
 
     async def vm(
         self,
@@ -196,6 +197,7 @@ class World:
         home.mkdir(mode=0o711)
         for directory in (home / "vmm", home / "save"):
             directory.mkdir(mode=0o700)
+            os.chown(directory, self.uid, self.uid)
         vm = Vm(driver, home, config)
         await self.spawn(vm, seccomp=seccomp)
         return vm
@@ -222,7 +224,10 @@ class World:
                     argv=tuple(seccomp if word == "true" else word for word in launch.argv),
                     environment=launch.environment,
                     fds=fds,
+                    uid=self.uid,
+                    gid=self.uid,
                     groups=launch.groups,
+                    own_devices=("/dev/kvm",) if launch.private_kvm else (),
                     log_path=str(vm.base / "vmm.log"),
                 )
             )

@@ -192,7 +192,7 @@ async def test_a_vm_moves_to_another_process_and_goes_on_there(world: World) -> 
     source = await world.vm(binary=lax, seccomp="log", cmdline="beat=20")
     await source.start()
     target = await world.vm("b", binary=lax, seccomp="log")
-    socket = world.base / "move.sock"
+    socket = target.dir / "move.sock"  # made by the VMM, where its uid may
     async with anyio.create_task_group() as group:
         group.start_soon(target.driver.receive, target.dir, target.config, {}, socket)
         await wait_until(socket.exists, what="receiver")

@@ -111,7 +111,7 @@ class CloudHypervisorDriver(Limited):
             return
         if lacking := {nic.id for nic in config.nics} - nic_fds.keys():
             raise InvalidArgument(f"no descriptors for {sorted(lacking)}", field="nics")
-        await machine.delete()
+        await machine.clear(seen)
         failure: ChvError | None = None
         try:
             await self._make(machine, config, nic_fds)

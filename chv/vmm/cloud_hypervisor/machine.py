@@ -125,7 +125,18 @@ class Machine:
         """Let the VMM forget its VM. None there: no effect."""
         self.journal.mark("making")
         await self.api.change("vm.delete")
-        # Of a VM that never ran, the socket stays and would be in the way of the next.
+        self._unlink_serial()
+
+    async def clear(self, seen: Seen) -> None:
+        """Make way for a new VM."""
+        if seen.info is not None:
+            await self.delete()
+            return
+        self.journal.mark("making")
+        self._unlink_serial()
+
+    def _unlink_serial(self) -> None:
+        """Of a VM that never ran, and of a dead VMM, the socket stays, and the next cannot bind."""
         (self.runtime_dir / spec.SERIAL_SOCKET).unlink(missing_ok=True)
 
 

@@ -3,8 +3,7 @@
 A /dev/kvm that exists proves nothing, and one that runs a small guest may still lack what stock
 kernels need: so there are two verdicts, whether it can be used at all (then a VM may ask for it)
 and whether a stock kernel comes up (then `auto` may take it). The try-boot runs without
-privileges where the device allows it, is our child, and is dead before `probe` returns or with
-us. Versions with known holes are refused. Nothing here raises: what was seen becomes the reason.
+privileges, is our child, and is dead before `probe` returns or with us. Versions with known holes are refused. Nothing here raises: what was seen becomes the reason.
 """
 
 from __future__ import annotations
@@ -180,7 +179,6 @@ def _program(binary: str, access: KvmAccess, guest: ProbeGuest, output: int) -> 
     cmdline = _QUIET.sub(" ", guest.cmdline)
     initramfs = ("--initramfs", guest.initramfs) if guest.initramfs else ()
     options = ("--serial", "tty", "--console", "off", "--memory", "size=256M", "--cpus", "boot=1")
-    identity = 0 if access.private else NOBODY
     return Program(
         argv=(
             binary,
@@ -189,9 +187,10 @@ def _program(binary: str, access: KvmAccess, guest: ProbeGuest, output: int) -> 
             *("--cmdline", f"{cmdline} earlyprintk=ttyS0 console=ttyS0 panic=-1"),
             *initramfs,
         ),
-        uid=identity,
-        gid=identity,
+        uid=NOBODY,
+        gid=NOBODY,
         groups=access.groups,
+        own_devices=(str(KVM_DEVICE),) if access.private else (),
         fds={1: output, 2: output},
     )
 
