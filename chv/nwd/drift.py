@@ -9,7 +9,7 @@ ever leads to a look at the real thing.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from chv.nwd.kernel.link_events import (
     AddressNews,
@@ -96,6 +96,7 @@ def follow_name(names: dict[int, str], news: LinkNews) -> None:
 
 def judge(desired: DesiredNetwork, told: Tidings, generation: int) -> list[str]:
     """Return what is not as wanted, in words; `generation`: of the rules that we loaded last."""
+    desired = replace(desired, taps=_concerned(desired, told))
     found = ["news were lost"] if told.lost else []
     if told.generation > generation:
         found.append("rules were changed")
@@ -111,6 +112,18 @@ def judge(desired: DesiredNetwork, told: Tidings, generation: int) -> list[str]:
     if any(family in families and not on for family, on in told.forwarding.items()):
         found.append("forwarding was switched off")
     return found[:SHOWN_MAX]
+
+
+def _concerned(desired: DesiredNetwork, told: Tidings) -> tuple[WantedLink, ...]:
+    """Return the taps of which anything was told, of a thousand."""
+    links, ports = told.links, told.ports
+    return tuple(
+        [
+            tap
+            for tap in desired.taps
+            if tap.name in links or tap.name in ports or tap.shaping.ifb in links
+        ]
+    )
 
 
 def _links(desired: DesiredNetwork, told: Tidings) -> list[str]:

@@ -21,6 +21,7 @@ from chv.nwd.workers import Workers
 
 _UPLINKS: Kept[tuple[str, ...]] = Kept()
 _DUE: Kept[tuple[Nic, ...]] = Kept()
+_BLUEPRINTS: Kept[Blueprint] = Kept()
 
 
 @dataclass
@@ -60,9 +61,16 @@ class Parts:
         return nic if nic is not None and self.is_due(nic) else None
 
     def blueprint(self, network: Network) -> Blueprint:
-        """Return what a network should be now."""
-        nics = self.nics_due(network.network_id)
-        return draw(self.layout, self.settings, network, nics, self.policy(network, nics))
+        """Return what a network should be now: the same until a record of it changes."""
+        network_id, records = network.network_id, self.records
+        nics = self.nics_due(network_id)
+        rows = (*records.groups.values(), *records.exposures_of(network_id))
+        sources = (self.layout, self.settings, network, nics, rows)
+
+        def drawn(*_: object) -> Blueprint:
+            return draw(self.layout, self.settings, network, nics, self.policy(network, nics))
+
+        return _BLUEPRINTS.get(network_id, sources, drawn)
 
     def network_rules(self, network: Network) -> NetworkRules:
         """Return what the rules of a network are made from now."""
