@@ -20,9 +20,7 @@ from chv.common.errors import (
     ChvError,
     FailedPrecondition,
     InUse,
-    InvalidArgument,
     NotFound,
-    Unsupported,
 )
 from chv.common.failpoint import failpoint
 from chv.common.wire.stord import AccessMode, JobInfo, JobKind, MoveVolume, VolumeBackend
@@ -36,10 +34,12 @@ from chv.stord.jobs import JobControl, Jobs
 from chv.stord.keeper import Keeper
 from chv.stord.live import close_node, live_monitor
 from chv.stord.locks import KeyedLocks
+from chv.stord.move_rules import check_target, empty, is_at, limited, needs_network, placed
 from chv.stord.overlays import read_keys
-from chv.stord.qsd import block_jobs, graph
+from chv.stord.qsd import block_jobs, graph, mirrors
 from chv.stord.qsd.monitor import Monitor
 from chv.stord.records import ChangeKind, Layer, LayerChange, Volume, VolumeState
+from chv.stord.restarting import Restarting
 from chv.stord.takeover import Takeover, reads_zeros
 from chv.stord.tools import Call, Fresh
 
@@ -47,27 +47,6 @@ log = logs.get(__name__)
 JOB_WORD = "move"
 PIVOT_TIMEOUT_S = 10.0
 CLEAN_TIMEOUT_S = 30.0
-NO_SPEC: dict[str, None] = {"source": None, "snapshot": None, "backup": None}
-
-
-def placed(spec: VolumeBackend, place: VolumeBackend) -> VolumeBackend:
-    """Return the spec with the place of another."""
-    return msgspec.structs.replace(
-        spec,
-        class_name=place.class_name,
-        format=place.format,
-        pool=place.pool,
-        block=place.block,
-        lvm=place.lvm,
-        nbd=place.nbd,
-        iscsi=place.iscsi,
-        rbd=place.rbd,
-    )
-
-
-def empty(spec: VolumeBackend) -> VolumeBackend:
-    """Return the spec of a volume that starts from nothing."""
-    return msgspec.structs.replace(spec, **NO_SPEC)
 
 
 class Moves:
@@ -80,6 +59,7 @@ class Moves:
         self._jobs = jobs
         self._locks = locks
         self._benches = benches
+        self._restarting = Restarting(keeper)
 
     # --- the call
     async def begin(self, request: MoveVolume) -> JobInfo:
@@ -89,7 +69,7 @@ class Moves:
             self._jobs.refuse_busy(request.volume_id)
             if self._row(request.volume_id).change is not None:
                 await self._abandon(request.volume_id)
-            await self._admit(self._row(request.volume_id), request.backend)
+            await self._admit(self._row(request.volume_id), request)
         return await self._jobs.start(request.volume_id, JobKind.MOVE, job_id, request, self.run)
 
     def _row(self, volume_id: str) -> Volume:
@@ -98,7 +78,8 @@ class Moves:
             raise NotFound(f"there is no volume {volume_id}", resource=volume_id)
         return row
 
-    async def _admit(self, row: Volume, target: VolumeBackend) -> None:
+    async def _admit(self, row: Volume, request: MoveVolume) -> None:
+        target = request.backend
         if users := users_of(self._records, row.volume_id):
             raise InUse(
                 f"volumes {', '.join(users)} rest on snapshots of volume {row.volume_id}",
@@ -120,10 +101,10 @@ class Moves:
                 resource=row.volume_id,
                 hint="stop them, or make a clone at the new place",
             )
-        _check_target(row, target)
+        check_target(row, target)
         backend = self._disks.backend(target)
         await backend.check(empty(target))
-        if held is not None and not _is_local(target):
+        if held is not None and needs_network(target) and not request.replace_backend:
             confinement.require_network(self._records.backends[held.vm_id], "the new place")
 
     # --- the job
@@ -132,9 +113,10 @@ class Moves:
         request = control.parameters(MoveVolume)
         volume_id = request.volume_id
         await self._settle(volume_id)
-        if not _is_at(self._row(volume_id), request.backend):
+        if not is_at(self._row(volume_id), request.backend):
             await self._abandon(volume_id)
-            await self._admit(self._row(volume_id), request.backend)
+            await self._admit(self._row(volume_id), request)
+            await self._reach(control, request)
             try:
                 await self._begin(volume_id, request.backend)
                 await self._copy(control, request)
@@ -146,18 +128,35 @@ class Moves:
         found = await self._disks.inspect(volume_id)
         return {"location": found.location, "bytes": str(found.size_bytes)}
 
+    async def _reach(self, control: JobControl, request: MoveVolume) -> None:
+        """See that the VM's storage daemon has the network that the new place needs.
+
+        It has one from its start or never, so one that has none is replaced under the guest.
+        """
+        held = self._records.holder(request.volume_id)
+        if held is None or not needs_network(request.backend):
+            return
+        await control.progress(0, 0, "the VM's storage daemon is given a network")
+        await self._restarting.give_network(held.vm_id, control.job_id)
+
     async def _begin(self, volume_id: str, target: VolumeBackend) -> None:
         row = self._row(volume_id)
         change = LayerChange(kind=ChangeKind.MOVE, layer=row.next_layer, target=target)
         await self._put(volume_id, change=change, next_layer=row.next_layer + 1)
         await failpoint("stord.move.after_intent")
-        # A guest may use all that its device has, which can be more than was asked for.
-        found = await self._disks.inspect(volume_id)
-        size_bytes = max(row.size_bytes, found.size_bytes)
-        spec = msgspec.structs.replace(empty(placed(row.backend, target)), size_bytes=size_bytes)
+        spec = msgspec.structs.replace(
+            empty(placed(row.backend, target)), size_bytes=await self._seen_bytes(row)
+        )
         await self._disks.backend(target).make_base(volume_id, spec)
         await failpoint("stord.move.after_make")
         await Takeover(self._parts).format(volume_id, spec)
+
+    async def _seen_bytes(self, row: Volume) -> int:
+        """Return what a guest has of the volume: a device can be more than was asked for."""
+        if self._records.holder(row.volume_id) is None:
+            return max(row.size_bytes, (await self._disks.inspect(row.volume_id)).size_bytes)
+        async with self._benches.of(row) as bench, bench.monitor() as monitor:
+            return await block_jobs.size_bytes(monitor, graph.throttle_node(row.volume_id))
 
     async def _put(self, volume_id: str, **changes: object) -> None:
         row = self._row(volume_id)
@@ -227,23 +226,14 @@ class Moves:
         lend = self._disks.backend(spec).lend_base
         await anyio.to_thread.run_sync(lend, row.volume_id, spec, bench.uid)
         keys = {row.key} if row.key else set()
+        found = await self._disks.backend(spec).inspect(row.volume_id, spec)
         async with bench.monitor() as monitor:
+            seen = await block_jobs.size_bytes(monitor, graph.throttle_node(row.volume_id))
+            if found.size_bytes > seen:
+                layer = limited(layer, seen)
             async with luks.secrets(monitor, self._parts.layout, row.volume_id, keys):
-                await monitor.add_node(graph.overlay(row.volume_id, layer))
-            await monitor.call(
-                "blockdev-mirror",
-                {
-                    "job-id": _job(row),
-                    "device": graph.throttle_node(row.volume_id),
-                    "replaces": graph.format_node(row.volume_id, row.base),
-                    "target": graph.format_node(row.volume_id, layer.number),
-                    "sync": "full",
-                    "copy-mode": "write-blocking",
-                    "speed": bps_max,
-                    "auto-finalize": False,
-                    "auto-dismiss": False,
-                },
-            )
+                await mirrors.start(monitor, row, layer, _job(row))
+            await block_jobs.set_speed(monitor, _job(row), bps_max)
         await failpoint("stord.move.after_start")
 
     async def _pivot(self, monitor: Monitor, volume_id: str) -> None:
@@ -363,45 +353,3 @@ def _is_undecided(row: Volume) -> bool:
     change = row.change
     pivot = change is not None and change.kind is ChangeKind.MOVE_PIVOT
     return pivot and change is not None and change.layer != row.base
-
-
-def _is_at(row: Volume, target: VolumeBackend) -> bool:
-    return placed(row.backend, target) == row.backend
-
-
-def _is_local(spec: VolumeBackend) -> bool:
-    return spec.nbd is None and spec.iscsi is None and spec.rbd is None
-
-
-def _check_target(row: Volume, target: VolumeBackend) -> None:
-    """Refuse a target that is another volume, the same place, or one of the same name."""
-    there = row.backend
-    wanted = placed(there, target)
-    differs = (target.size_bytes, target.access) != (there.size_bytes, there.access)
-    if differs or target.encryption != there.encryption:
-        raise InvalidArgument(
-            "a move changes class, place, pool and format alone",
-            resource=row.volume_id,
-            field="backend",
-            hint="change size, access and key by OpenVolume",
-        )
-    if wanted == there:
-        raise FailedPrecondition(
-            "the volume is there already", resource=row.volume_id, field="backend"
-        )
-    if wanted.class_name is there.class_name and there.class_name.value != "file":
-        raise Unsupported(
-            f"a volume of class {there.class_name.value} moves to another of its class only by"
-            " way of class file",
-            resource=row.volume_id,
-            field="backend",
-            hint="move it to class file, then on",
-        )
-    devices = ("block", "lvm")
-    if wanted.class_name.value in devices and there.class_name.value in devices:
-        raise Unsupported(
-            "a volume moves from one device to another only by way of class file",
-            resource=row.volume_id,
-            field="backend",
-            hint="move it to class file, then on",
-        )

@@ -50,8 +50,21 @@ class Restarting:
             if backend.restart_id != operation_id:
                 await self._replace(vm_id, self._checked(backend), operation_id)
 
+    async def give_network(self, vm_id: str, job_id: str) -> None:
+        """Replace the storage daemon of a VM by one with a network, for a job; fine if it has one.
+
+        As its record says it has one only when the old one has ended, a kill leaves no lie.
+        """
+        async with self._keeper.locks.hold(vm_id):
+            backend = self._records.backends.get(vm_id)
+            if backend is None:
+                raise Unavailable("the VM's storage daemon has ended", resource=vm_id)
+            if not backend.network:
+                old = self._checked(backend, but=job_id)
+                await self._replace(vm_id, old, job_id, network=True)
+
     # --- whether it may be
-    def _checked(self, backend: Backend) -> WorkerRecord:
+    def _checked(self, backend: Backend, *, but: str = "") -> WorkerRecord:
         """Return the process to replace; raise where that may not be."""
         vm_id = backend.vm_id
         if backend.phase is BackendPhase.RESTARTING or backend.worker is None:
@@ -70,7 +83,7 @@ class Restarting:
                 hint="stop and start the VM: every start has a new storage daemon",
             )
         for row in self._rows(vm_id):
-            self._refuse_job(row.volume_id)
+            self._refuse_job(row.volume_id, but)
         return backend.worker
 
     def _problem(self, row: Attachment) -> str:
@@ -85,9 +98,9 @@ class Restarting:
         kind = f"{volume.backend.class_name.value}, {volume.backend.format.value}"
         return f"volume {row.volume_id} ({kind}) keeps data in the storage daemon's memory"
 
-    def _refuse_job(self, volume_id: str) -> None:
+    def _refuse_job(self, volume_id: str, but: str) -> None:
         job = self._records.job_of(volume_id)
-        if job is not None:
+        if job is not None and job.info.job_id != but:
             raise FailedPrecondition(
                 f"job {job.info.kind.value} is under way in it",
                 resource=volume_id,
@@ -98,7 +111,9 @@ class Restarting:
         return [row for row in self._records.of_vm(vm_id) if row.wanted]
 
     # --- how it is done
-    async def _replace(self, vm_id: str, old: WorkerRecord, operation_id: str) -> None:
+    async def _replace(
+        self, vm_id: str, old: WorkerRecord, operation_id: str, **changes: object
+    ) -> None:
         before = self._connected(vm_id)
         version = self._parts.monitors.versions.get(vm_id, "")
         await self._put(vm_id, phase=BackendPhase.RESTARTING)
@@ -108,7 +123,7 @@ class Restarting:
         await failpoint("stord.planned.after_stop")
         await self._parts.provider.cleanup(old)
         # Without a worker its end is no death: those are counted, and there may be few.
-        await self._put(vm_id, worker=None, worker_id="")
+        await self._put(vm_id, worker=None, worker_id="", **changes)
         await failpoint("stord.planned.after_record")
         await self._keeper.look(vm_id)
         new = self._served(vm_id)

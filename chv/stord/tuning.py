@@ -22,6 +22,7 @@ from chv.stord.work import work_on
 
 log = logs.get(__name__)
 LOOK_TIMEOUT_S = 1.0
+FIXED = "Cannot resize fixed-size raw disk"
 
 
 class Tuning:
@@ -89,7 +90,14 @@ class Tuning:
             backend = self._parts.disks.backend(volume.backend)
             await backend.extend_device(volume_id, volume.backend)
             await failpoint("stord.grow.after_extend")
-            await monitor.resize(graph.throttle_node(volume_id), volume.backend.size_bytes)
+            try:
+                await monitor.resize(graph.throttle_node(volume_id), volume.backend.size_bytes)
+            except ChvError as error:
+                if FIXED not in error.message:
+                    raise
+                # It was moved to a larger place under this VM, and is seen as large as it was.
+                log.info("growth_waits", volume_id=volume_id, reason=error.message)
+                return False
             await failpoint("stord.grow.after_resize")
         return True
 

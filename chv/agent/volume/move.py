@@ -26,7 +26,7 @@ from chv.common.errors import Conflict, ErrorData
 from chv.common.failpoint import failpoint
 from chv.common.wire import stord
 from chv.common.wire.agent import OperationState
-from chv.common.wire.resources import Volume
+from chv.common.wire.resources import VirtualMachine, VmPhase, Volume
 from chv.common.wire.stord import JobInfo, JobKind, JobState
 
 _replace = msgspec.structs.replace
@@ -128,12 +128,23 @@ class Mover:
                 meta=self._context.meta(operation_id, generation),
                 volume_id=self._uid,
                 backend=target,
+                replace_backend=self._is_running(seen.attached_to),
             )
             await self._context.stord.call(stord.MOVE_VOLUME, request)
             await failpoint("agent.volume.move.after")
 
         await self._record(move)
         await self._step(operation.id, "move", act)
+
+    def _is_running(self, vm_uid: str) -> bool:
+        """Tell whether the VM's vCPUs run: one that stands may not come back to its disks."""
+        stored = self._context.stored(vm_uid) if vm_uid else None
+        vm = stored.resource if stored is not None else None
+        return (
+            isinstance(vm, VirtualMachine)
+            and vm.status is not None
+            and vm.status.phase is VmPhase.RUNNING
+        )
 
     async def _fail(self, move: VolumeMove, generation: int, job: JobInfo) -> None:
         error = job.error or ErrorData(code="CANCELLED", message=f"the move was {job.state.value}")

@@ -408,13 +408,16 @@ class MoveVolume(Message, frozen=True, kw_only=True):
     """Bring the volume to another place while its VM runs: a mirror, then a pivot.
 
     `backend` is the volume's new description: class, place, pool, format may differ, nothing
-    else. Refused where it has snapshots or linked clones.
+    else. Refused where it has snapshots or linked clones. `replace_backend`: where the new place
+    needs a network and the VM's storage daemon has none, that is replaced first as by
+    RestartVmBackend; the vCPUs run.
     """
 
     meta: CallMeta
     volume_id: Uid
     backend: VolumeBackend
     bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    replace_backend: bool = False
 
 
 class VmStorageMetrics(Reply, frozen=True, kw_only=True):

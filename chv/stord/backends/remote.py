@@ -136,6 +136,7 @@ class OnServer(Elsewhere):
     async def discard(self, volume_id: str, spec: VolumeBackend) -> None:
         """Forget the bytes; what a storage daemon was let into is taken back."""
         self.said_bytes.pop(volume_id, None)
+        await anyio.to_thread.run_sync(self.lend_base, volume_id, spec, 0)
 
     async def grow(self, volume_id: str, spec: VolumeBackend) -> None:
         """See that the bytes have become more, which is the server's work."""
@@ -158,6 +159,17 @@ class OnServer(Elsewhere):
             for socket in self.sockets(spec):
                 let_in(socket, uid, before)
             os.chown(lock, uid, uid, follow_symlinks=False)
+
+    def lend_base(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
+        """Give the way to the server to a storage uid; 0 takes it back from who has the lock."""
+        if uid != 0:
+            self.permit(spec)
+        try:
+            holder = self.lock_path(volume_id).lstat().st_uid
+        except FileNotFoundError:
+            return  # nobody has ever had it
+        for socket in self.sockets(spec):
+            let_in(socket, uid, holder)
 
     async def inspect(self, volume_id: str, spec: VolumeBackend) -> Inspection:
         """Ask the server; what it does not have or does not say is in the answer."""

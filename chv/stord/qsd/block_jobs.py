@@ -149,6 +149,18 @@ async def is_on_top(monitor: Monitor, volume_id: str, number: int) -> bool:
     )
 
 
+async def set_speed(monitor: Monitor, name: str, bps: int) -> None:
+    """Say how many bytes a second a job may copy; 0: as many as it can."""
+    await monitor.call("block-job-set-speed", {"device": name, "speed": bps})
+
+
+async def size_bytes(monitor: Monitor, name: str) -> int:
+    """Return how large a node is: what a guest sees of the disk."""
+    answer = await monitor.call("query-named-block-nodes", {"flat": True})
+    nodes = cast(list[dict[str, Any]], answer)
+    return next(int(node["image"]["virtual-size"]) for node in nodes if node["node-name"] == name)
+
+
 async def children(monitor: Monitor, name: str) -> list[str]:
     """Return the names of the nodes directly below one."""
     answer = cast(dict[str, Any], await monitor.call("x-debug-query-block-graph"))

@@ -48,6 +48,7 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True):
     direct: bool | None = True
     aio: str = ""  # empty: the driver has no choice
     local: bool = True  # False: the storage daemon needs the network
+    limit_bytes: int = 0  # what lies behind them is not seen; 0: all is
 
 
 class LayerNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,6 +277,10 @@ def protocol(description: Protocol, name: str = "") -> Node:
         # Native AIO is refused without O_DIRECT.
         usable = description.direct or description.aio != "native"
         node["aio"] = description.aio if usable else "threads"
+    if description.limit_bytes:
+        size_bytes = description.limit_bytes
+        named = {"node-name": node.pop("node-name")} if name else {}
+        return {"driver": "raw", "size": size_bytes, "discard": "unmap", "file": node} | named
     return node
 
 
