@@ -72,7 +72,7 @@ class Requests:
     ) -> bool:
         match VolumeVerb(request.verb):
             case VolumeVerb.RESTORE:
-                return await self._restore(stored, request)
+                return await self._restore(stored, request, seen)
             case VolumeVerb.GROW_NOW:
                 return await self._grow(stored, request, seen)
             case _:
@@ -123,7 +123,10 @@ class Requests:
 
     # --- restore
 
-    async def _restore(self, stored: StoredObject, request: VolumeRequest) -> bool:
+    async def _restore(
+        self, stored: StoredObject, request: VolumeRequest, seen: stord.VolumeInfo
+    ) -> bool:
+        self._refuse_later(stored, request, seen)
         snapshot = stord.SnapshotRef(
             meta=self._context.meta(request.operation_id, stored.resource.metadata.generation),
             volume_id=self._uid,
@@ -134,6 +137,25 @@ class Requests:
         words = f"as in {name.title}" if name is not None else "done"
         await self._end(request, OperationState.SUCCEEDED, words)
         return False
+
+    def _refuse_later(
+        self, stored: StoredObject, request: VolumeRequest, seen: stord.VolumeInfo
+    ) -> None:
+        """Refuse where snapshots would be lost: name them, the newest first, and what to do."""
+        ids = [each.snapshot_id for each in seen.snapshots]
+        later = ids[ids.index(request.snapshot) + 1 :] if request.snapshot in ids else []
+        if not later:
+            return
+        known = [self._context.stored(uid) for uid in reversed(later)]
+        names = [each.key[2] for each in known if each is not None]
+        wanted = self._context.stored(request.snapshot)
+        again = f"chv volume restore {stored.key[2]} --snapshot {wanted.key[2] if wanted else ''}"
+        raise FailedPrecondition(
+            f"it has later snapshots, which would be lost: {', '.join(names or later)}",
+            resource=stored.title,
+            field="snapshot",
+            hint="; ".join([*(f"chv snapshot rm {name}" for name in names), again]),
+        )
 
     # --- grow now: the VM's plan does it, this is how it is seen to be done
 

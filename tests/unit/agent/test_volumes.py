@@ -543,6 +543,28 @@ async def test_a_restore_is_done_once_and_names_its_snapshot() -> None:
         assert list(on_disk(bench).restored) == [restore.id]
 
 
+@simulated
+async def test_a_restore_past_later_snapshots_names_them_and_the_commands() -> None:
+    async with open_bench() as bench:
+        await done(bench, volume(), snapshot("first"))
+        await done(bench, snapshot("second"))
+        await done(bench, snapshot("third"))
+
+        restore = (await act(bench, "restore", snapshot="first")).operation
+        refused = await bench.final(restore.id)
+
+        assert refused.state.value == "Failed"
+        assert refused.error is not None
+        assert "later snapshots, which would be lost: third, second" in refused.error.message
+        assert refused.error.hint == (
+            "chv snapshot rm third; chv snapshot rm second;"
+            " chv volume restore data --snapshot first"
+        )
+        assert on_disk(bench).restored == {}
+        newest = (await act(bench, "restore", snapshot="third")).operation
+        assert (await bench.final(newest.id)).state.value == "Succeeded"
+
+
 @pytest.mark.parametrize(
     ("verb", "more", "error", "field"),
     [
