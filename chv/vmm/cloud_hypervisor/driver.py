@@ -249,11 +249,12 @@ class CloudHypervisorDriver(Limited):
         """Wait until the back ends listen: the VMM connects within 0.1 s, or when it boots."""
         machine = self._machine(runtime_dir)
         sockets = backends.vhost_sockets((await machine.look()).present)
-        devices_wanted = {spec.disk_device(disk_id) for disk_id in disk_ids}
-        if unknown := devices_wanted - sockets.keys():
+        wanted = {spec.disk_device(disk_id) for disk_id in disk_ids}
+        if unknown := wanted - sockets.keys():
             raise NotFound(f"Cloud Hypervisor has no {sorted(unknown)}", field="disk_ids")
+        paths = [sockets[device] for device in wanted]
         with anyio.move_on_after(DISKS_S_MAX):
-            while not all(backends.listens(sockets[device]) for device in devices_wanted):
+            while not all(map(backends.listens, paths)):  # noqa: ASYNC110
                 await anyio.sleep(DISKS_POLL_S)
             return
         raise DeadlineExceeded(f"{disk_ids} not all served within {DISKS_S_MAX:g} s")

@@ -3,7 +3,8 @@
 A /dev/kvm that exists proves nothing, and one that runs a small guest may still lack what stock
 kernels need: so there are two verdicts, whether it can be used at all (then a VM may ask for it)
 and whether a stock kernel comes up (then `auto` may take it). The try-boot runs without
-privileges, is our child, and is dead before `probe` returns or with us. Versions with known holes are refused. Nothing here raises: what was seen becomes the reason.
+privileges, is our child, and is dead before `probe` returns or with us. Versions with known holes
+are refused. Nothing here raises: what was seen becomes the reason.
 """
 
 from __future__ import annotations
