@@ -317,7 +317,8 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     are plugged and unplugged, but for the one that the firmware booted, and so are `interfaces`,
     where the VMM can (QEMU does). One that stays changes its groups, bandwidth, connection bound
     and public address at once, the rest only while the VM is stopped, as does `boot.image`; on
-    another network it is another interface. `vmm` never changes after the first start.
+    another network it is another interface. `vmm` never changes after the first start. A file that
+    leaves `runStrategy` out does not start a VM that was stopped.
     """
 
     run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE
