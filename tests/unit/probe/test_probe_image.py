@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import struct
 import subprocess
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from chv.probe import recipe
 from chv.probe.image import ELF_PATH, sha256
+from chv.probe.lines import BY_NAME
 
 PACKAGE = ELF_PATH.parent
 PT_LOAD, PT_NOTE, PHYS32_ENTRY = 1, 4, 18
@@ -78,3 +81,19 @@ def test_no_line_of_the_sources_is_too_long() -> None:
     for path in (PACKAGE / "guest").iterdir():
         long = [line for line in path.read_text().splitlines() if len(line) > 100]
         assert not long, path.name
+
+
+def test_every_line_that_the_guest_can_say_has_its_event() -> None:
+    sources = "".join(path.read_text() for path in (PACKAGE / "guest").glob("*.c"))
+    said = set(re.findall(r'say\("([a-z-]+) ', sources)) | {"cpu-added", "cpu-removed"}
+    assert said == set(BY_NAME)
+
+
+def test_every_key_that_an_event_wants_is_in_its_line() -> None:
+    sources = "".join(path.read_text() for path in (PACKAGE / "guest").glob("*.c"))
+    formats = re.findall(r'say\(((?:"(?:[^"\\]|\\.)*"\s*)+)', sources)
+    joined = ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', text)) for text in formats]
+    for name, kind in BY_NAME.items():
+        wanted = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
+        for line in (line for line in joined if line.split(" ")[0] == name):
+            assert wanted - {"at_us"} <= set(re.findall(r" ([a-z0-9_]+)=", line)), line
