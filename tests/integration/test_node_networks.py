@@ -280,3 +280,63 @@ def test_what_is_used_is_not_deleted_and_a_deleted_target_is_absent(node: LiveNo
     condition = node.get("sg", "db")["status"]["conditions"][0]
     assert condition["status"] == "True"
     assert "web" in condition["message"]
+
+
+def nobodys(name: str, address: str) -> dict[str, Any]:
+    """An exposure without targets."""
+    spec = {**manifest("Exposure", "site")["spec"], "addresses": [address], "port": 8099}
+    spec["targets"] = []
+    return {**manifest("Exposure", "site"), "metadata": {"name": name}, "spec": spec}
+
+
+def ready(node: LiveNode, name: str) -> dict[str, Any]:
+    conditions = node.get("exposure", name)["status"].get("conditions", [])
+    return next((each for each in conditions if each["type"] == "Ready"), {})
+
+
+def test_an_address_that_is_nobodys_is_refused_at_apply(node: LiveNode, tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match=r"spec\.addresses\[0\].*203\.0\.113\.9"):
+        apply(node, tmp_path, nobodys("nobodys", "203.0.113.9"))
+    assert [each["metadata"]["name"] for each in listed(node, "exposure")] == ["site"]
+
+
+def test_an_exposure_follows_an_address_that_comes_and_goes(node: LiveNode, tmp_path: Path) -> None:
+    sandbox = node.dev.sandbox
+    assert sandbox is not None
+    address, link = "198.18.0.77", "up0"
+
+    def change(verb: str) -> None:
+        command = ["ip", "-n", sandbox.host, "address", verb, f"{address}/24", "dev", link]
+        subprocess.run(command, check=True)
+
+    change("add")
+    try:
+        wanted = nobodys("moving", address)
+        wait_for(lambda: applied(node, tmp_path, wanted), 30, "the address is the node's")
+        change("delete")
+        wait_for(lambda: address in ready(node, "moving")["message"], 30, "the loss is told of")
+        # Told to nwd again, it is refused for good; only the address itself brings it back.
+        wanted["spec"]["sources"] = ["10.0.0.0/8"]
+        assert not applied(node, tmp_path, wanted)
+        assert node.get("exposure", "moving")["status"]["phase"] == "Failed"
+        change("add")
+        wait_for(lambda: ready(node, "moving")["reason"] == "NoHealthyTarget", 30, "it is back")
+    finally:
+        node.cli("delete", "exposure", "moving", "--ignore-not-found")
+        subprocess.run(
+            ["ip", "-n", sandbox.host, "address", "delete", f"{address}/24", "dev", link],
+            check=False,
+        )
+
+
+def applied(node: LiveNode, tmp_path: Path, document: dict[str, Any]) -> bool:
+    try:
+        apply(node, tmp_path, document)
+    except CommandFailed:
+        return False
+    return True
+
+
+def listed(node: LiveNode, kind: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(node.cli("get", kind, "-o", "json").stdout)
+    return found
