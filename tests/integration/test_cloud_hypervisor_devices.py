@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import anyio
+import anyio.abc
 import msgspec
 import pytest
 
 from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from chv.vmm.cloud_hypervisor import devices, spec
+from chv.vmm.cloud_hypervisor.api import Api
+from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
+from chv.vmm.cloud_hypervisor.refusals import Refused
 from chv.vmm.driver import NicConfig, PluggedDisk, VmmState
-from tests.cloud_hypervisor_rig import World, open_nic, open_world
+from tests.cloud_hypervisor_rig import World, binary_of, open_nic, open_world
 from tests.helpers import taps_of, wait_until
 from tests.vmm_rigs import open_tap
 
@@ -193,3 +200,77 @@ async def test_a_nic_dies_with_its_taps_link_and_the_vm_can_still_be_cut_off(
             await vm.driver.halt(vm.dir)
         await vm.driver.reset(vm.dir)
         assert await vm.state() is VmmState.CREATED
+
+
+class Died(Exception):
+    """The agent ended here."""
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3])
+async def test_a_create_that_was_cut_short_anywhere_is_made_whole(
+    world: World, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    disk, _ = await world.serve("root")
+    with open_nic() as tap, open_nic() as other:
+        vm = await world.vm(disks=(disk,), nics=(NIC, SPARE_NIC))
+        fds = {"net0": (tap,), "net1": (other,)}
+        left, put = calls, Api.put
+
+        async def dying(api: Api, *arguments: Any, **options: Any) -> None:
+            nonlocal left
+            if left == 0:
+                raise Died
+            left -= 1
+            await put(api, *arguments, **options)
+
+        monkeypatch.setattr(Api, "put", dying)
+        with suppress(Died):
+            await vm.driver.create(vm.dir, vm.config, fds)
+        assert left == 0
+        monkeypatch.undo()
+        await vm.driver.close(vm.dir)
+        vm.driver = CloudHypervisorDriver((binary_of(),))
+        await vm.start(fds)
+        assert await vm.driver.nics(vm.dir) == ("net0", "net1")
+        assert [found.id for found in await vm.driver.disks(vm.dir)] == ["root"]
+
+
+async def test_a_back_end_that_hangs_up_costs_the_boot_and_no_disk_is_forgotten(
+    world: World,
+) -> None:
+    disk, child = await world.serve("root")
+    vm = await world.vm(disks=(disk,))
+    await vm.create()
+    await child.terminate(grace_s=0)
+    Path(disk.path).unlink()
+    listener = await anyio.create_unix_listener(disk.path, mode=0o666)
+
+    async def hang_up(stream: anyio.abc.SocketStream) -> None:
+        await stream.aclose()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(listener.serve, hang_up)
+        with pytest.raises(FailedPrecondition) as caught:
+            await vm.driver.boot(vm.dir)
+        group.cancel_scope.cancel()
+    await listener.aclose()
+    assert "create it again" in caught.value.hint
+    assert await vm.state() is VmmState.EMPTY
+    await world.serve("root")
+    await vm.start()
+    assert [found.id for found in await vm.driver.disks(vm.dir)] == ["root"]
+
+
+async def test_a_boot_that_failed_behind_our_back_is_found_out(world: World) -> None:
+    """Its answer was lost: the VM stands there as if it had never been booted."""
+    kernel = world.base / "kernel"
+    kernel.write_bytes(b"no kernel")
+    vm = await world.vm(kernel=str(kernel))
+    await vm.create()
+    with suppress(Refused):
+        await vm.driver._machine(vm.dir).api.put("vm.boot", limit_s=5)
+    kernel.write_bytes(world.guest().read_bytes())
+    with pytest.raises(FailedPrecondition, match="failed half-way"):
+        await vm.driver.boot(vm.dir)
+    assert await vm.state() is VmmState.EMPTY
+    await vm.start()

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
+import anyio.abc
+import msgspec
 import pytest
 
 from chv.common.errors import (
@@ -20,9 +22,9 @@ from chv.common.errors import (
     Unsupported,
 )
 from chv.common.process import landlock_abi, scan
-from chv.vmm.cloud_hypervisor import api, journal, threads
+from chv.vmm.cloud_hypervisor import api, journal, probe, threads
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
-from chv.vmm.driver import VmmState
+from chv.vmm.driver import ProbeGuest, VmmState
 from tests.cloud_hypervisor_rig import World, binary_of, open_world
 from tests.helpers import wait_until
 
@@ -272,3 +274,30 @@ async def test_a_viewer_that_leaves_bytes_unread_ends_the_port_until_a_reset(wor
 
 def readable(connection: socket.socket) -> bool:
     return bool(select.select([connection], [], [], 0)[0])
+
+
+async def test_a_stop_that_was_announced_and_never_asked_for_is_nobodys(world: World) -> None:
+    vm = await world.vm()
+    await vm.start()
+    vm.driver._machine(vm.dir).journal.mark("stop")  # and then the agent died
+    assert await vm.state() is VmmState.RUNNING
+    await vm.driver.power_button(vm.dir)
+    await vm.becomes(VmmState.SHUTDOWN)
+
+
+async def test_a_try_boot_tells_a_kvm_that_runs_no_stock_kernel_from_one_that_runs_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "TRY_S_MAX", 1.5)
+    guest = ProbeGuest(kernel=str(world.guest()), initramfs="", cmdline="", work_dir="/tmp")
+    driver = CloudHypervisorDriver((binary_of(),))
+    seen = await driver.probe(guest)  # the probe guest is no stock kernel
+    assert (seen.usable, seen.auto, seen.accelerator) == (True, False, "kvm")
+    assert "cut off" in seen.reason
+    assert seen.binary == binary_of()
+    assert len(seen.sha256) == 64
+    bad = world.base / "bad"
+    bad.write_bytes(b"no kernel")
+    seen = await driver.probe(msgspec.structs.replace(guest, kernel=str(bad)))
+    assert (seen.usable, seen.auto) == (False, False)
+    assert "ended (1)" in seen.reason
