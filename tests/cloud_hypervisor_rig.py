@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,11 +77,11 @@ class Vm:
 
         await wait_until(there, timeout_s=10, what=f"state {expected}")
 
-    async def create(self, nic_fds: dict[str, Sequence[int]] | None = None) -> None:
+    async def create(self, nic_fds: Mapping[str, Sequence[int]] | None = None) -> None:
         await self.driver.create(self.dir, self.config, nic_fds or {})
         self.serial = await anyio.connect_unix(self.driver.serial_socket(self.dir))
 
-    async def start(self, nic_fds: dict[str, Sequence[int]] | None = None) -> None:
+    async def start(self, nic_fds: Mapping[str, Sequence[int]] | None = None) -> None:
         await self.create(nic_fds)
         await self.driver.boot(self.dir)
         await self.says(b"ready ")
