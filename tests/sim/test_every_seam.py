@@ -15,15 +15,22 @@ import pytest
 from chv.agent.engine import Engine
 from chv.common import virtual_time
 from chv.common.errors import ChvError, NotFound
-from tests.sim.bench import Bench, everything
+from tests.sim.bench import Bench, everything, volume
 from tests.sim.chaos import Chaos, is_kill
 from tests.sim.checks import problems
 from tests.sim.client import Client
 from tests.sim.verdict import fail_with
 from tests.sim.world import Machine
 
-STAGES = ("create", "restart", "storage", "stop", "start", "delete")
-DELETED = (("VirtualMachine", "web"), ("Volume", "data"), ("Network", "net"), ("Image", "tiny"))
+STAGES = ("create", "restart", "replace", "storage", "stop", "start", "delete")
+DELETED = (
+    ("VirtualMachine", "web"),
+    ("Volume", "data"),
+    ("Volume", "more"),
+    ("Network", "net"),
+    ("Image", "tiny"),
+)
+DISKS = [{"name": "data", "volume": "data"}, {"name": "more", "volume": "more"}]
 SEAMS_MIN = 150
 # Every seam in long runs, each n-th in short ones. Dying before a seam is nearly dying after the
 # one before, so that the kinds begin at seams of their own.
@@ -71,7 +78,7 @@ class Life:
             machine.clock.offset_s += anyio.current_time()
 
     async def _create(self, bench: Bench) -> None:
-        objects = everything()
+        objects = [*everything(disks=DISKS), volume("more")]
         await self._retried(lambda: bench.apply(*objects, idempotency_key="create"))
         await bench.until("VMMRunning", timeout_s=600)
         await self._idle(bench)
@@ -79,6 +86,12 @@ class Life:
     async def _restart(self, bench: Bench) -> None:
         await self._retried(lambda: bench.act("restart", idempotency_key="restart"))
         await self._idle(bench)
+
+    async def _replace(self, bench: Bench) -> None:
+        await self._retried(lambda: bench.act("restart_storage", idempotency_key="replace"))
+        await self._idle(bench)
+        (session,) = self.machine.host.stord.sessions.values()
+        assert (len(session.restarts), session.losses) == (1, 0)
 
     async def _storage(self, bench: Bench) -> None:
         uid = bench.engine.vm_uid("web", "default")
