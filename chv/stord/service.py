@@ -31,6 +31,7 @@ from chv.stord.integrity import Integrity
 from chv.stord.jobs import Jobs, Runner
 from chv.stord.keeper import Keeper
 from chv.stord.locks import KeyedLocks
+from chv.stord.looks import Looks
 from chv.stord.qsd import graph
 from chv.stord.reports import Reports
 from chv.stord.restarting import Restarting
@@ -72,6 +73,7 @@ class Service:
         self._work = WorkService(keeper, self._locks, jobs, self._fills)
         self._runners |= self._work.runners()
         self._volumes.rekeys = self._work.rekeys
+        self._volumes.looks = Looks(parts.clock, keeper.tasks)
         self._restarting = Restarting(keeper)
         self._attaching = Attaching(
             self._records, self._sessions, self._volumes, self._integrity, self._gates()
@@ -151,9 +153,7 @@ class Service:
 
     async def list_volumes(self, _request: Empty) -> wire.ListVolumesReply:
         """See the wire."""
-        ids = sorted(self._records.volumes)
-        volumes = [await self._volumes.info(item) for item in ids if item in self._records.volumes]
-        return wire.ListVolumesReply(volumes=volumes)
+        return wire.ListVolumesReply(volumes=await self._volumes.listed())
 
     async def volume_health(self, request: wire.GetVolume) -> wire.VolumeHealth:
         """See the wire."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from chv.common.errors import ChvError, FailedPrecondition, NotFound
 from chv.common.wire.stord import (
@@ -10,13 +11,17 @@ from chv.common.wire.stord import (
     Limits,
     SnapshotInfo,
     SpaceLevel,
+    VolumeClass,
     VolumeInfo,
 )
 from chv.stord.backends.base import Inspection, Space
 from chv.stord.confinement import needs_network
 from chv.stord.disks import Disks
 from chv.stord.levels import Levels
+from chv.stord.looks import Look, Looks
 from chv.stord.records import Records, Snapshot, Volume, VolumeState
+
+ON_SERVERS = (VolumeClass.NBD, VolumeClass.ISCSI, VolumeClass.RBD)
 
 
 class Describer:
@@ -26,16 +31,38 @@ class Describer:
         self._records = records
         self._disks = disks
         self._levels = levels
+        self.looks: Looks | None = None  # set once, before the first call
 
     async def info(
         self, row: Volume, *, created: bool = False, live: Limits | None = None
     ) -> VolumeInfo:
         """Return the volume as it is on disk now. `live`: limits that were read back."""
+        look = await self._look_at(row)
+        if self.looks is not None:
+            self.looks.remember(row.volume_id, look)
+        return self._told(row, look, created=created, live=live)
+
+    async def listed(self, row: Volume) -> VolumeInfo:
+        """Return it for a listing: as it was seen last where only a slow server could tell."""
+        if self.looks is None or not self._may_be_slow(row):
+            return await self.info(row)
+        return self._told(row, await self.looks.recent(row.volume_id, partial(self._look_at, row)))
+
+    def _may_be_slow(self, row: Volume) -> bool:
+        served = self._records.holders(row.volume_id)
+        return row.backend.class_name in ON_SERVERS and not served
+
+    async def _look_at(self, row: Volume) -> Look:
         found = await self._look(row)
+        return Look(found=found, space=await self._space(row) if found.state == "open" else None)
+
+    def _told(
+        self, row: Volume, look: Look, *, created: bool = False, live: Limits | None = None
+    ) -> VolumeInfo:
+        found, space = look.found, look.space
         holders = self._records.holders(row.volume_id)
         held = self._records.holder(row.volume_id)
         job = self._records.job_of(row.volume_id)
-        space = await self._space(row) if found.state == "open" else None
         wanted = row.backend.size_bytes
         pending = row.made_size_bytes and found.size_bytes < wanted
         return VolumeInfo(
@@ -68,6 +95,7 @@ class Describer:
             job="" if job is None else job.info.job_id,
             network=needs_network(self._records.volumes, row.volume_id),
             backend=row.backend,
+            seen_s=look.age_s,
         )
 
     def snapshot(self, row: Volume, snapshot: Snapshot) -> SnapshotInfo:

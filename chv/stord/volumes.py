@@ -35,6 +35,7 @@ from chv.stord.filler import Filler
 from chv.stord.filling import kind_of
 from chv.stord.graveyard import Graveyard
 from chv.stord.growth import DETACHED, NEXT_START, ONLINE
+from chv.stord.looks import Looks
 from chv.stord.records import Volume, VolumeState
 from chv.stord.rekey import Rekeys
 from chv.stord.sources import Sources
@@ -45,6 +46,7 @@ from chv.stord.work import Parts
 
 log = logs.get(__name__)
 UNDO_TIMEOUT_S = 10.0
+LOOKS_PARALLEL = 16
 
 
 class Volumes:
@@ -61,6 +63,15 @@ class Volumes:
         self._sources = Sources(records)
         self._describer = Describer(records, disks, parts.levels)
         self.rekeys: Rekeys | None = None  # set once, before the first call
+
+    @property
+    def looks(self) -> Looks | None:
+        """What was seen last; set once, before the first call."""
+        return self._describer.looks
+
+    @looks.setter
+    def looks(self, looks: Looks) -> None:
+        self._describer.looks = looks
 
     def _backend(self, spec: VolumeBackend) -> Backend:
         return self._disks.backend(spec)
@@ -366,6 +377,25 @@ class Volumes:
     ) -> VolumeInfo:
         """Return the volume as it is on disk now."""
         return await self._describer.info(self.require(volume_id), created=created, live=live)
+
+    async def listed(self) -> list[VolumeInfo]:
+        """Return all volumes; those that only a slow server could tell of as seen last."""
+        if self.looks is not None:
+            self.looks.keep(self._records.volumes)
+        ids = sorted(self._records.volumes)
+        found: dict[str, VolumeInfo] = {}
+        limiter = anyio.CapacityLimiter(LOOKS_PARALLEL)
+
+        async def describe(volume_id: str) -> None:
+            async with limiter:
+                row = self._records.volumes.get(volume_id)
+                if row is not None:
+                    found[volume_id] = await self._describer.listed(row)
+
+        async with anyio.create_task_group() as describing:
+            for volume_id in ids:
+                describing.start_soon(describe, volume_id)
+        return [found[volume_id] for volume_id in ids if volume_id in found]
 
     async def _put(self, row: Volume, **changes: object) -> None:
         current = self._records.volumes.get(row.volume_id, row)

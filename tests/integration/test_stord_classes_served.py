@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -38,6 +39,8 @@ TARGET = "iqn.2026-01.chv.test:served"
 NBD_PORT, OTHER_NBD_PORT = free_port(), free_port()
 REMOTES = [f"nbd://127.0.0.1:{port}" for port in (NBD_PORT, OTHER_NBD_PORT)]
 DATA = b"through it all!!" * 256
+LISTING_S = PROBE_TIMEOUT_S / 2
+REMOTES_TEXT = 'remotes = ["nbd://127.0.0.1:{}", "nbd://127.0.0.1:{}"]'
 
 
 @pytest.fixture
@@ -339,3 +342,40 @@ async def test_a_server_that_dies_is_an_error_for_the_guest_and_shown_and_one_th
         await node.attach(volume, vm)
     assert refused.value.code == Unavailable.code
     await node.delete(volume)
+
+
+async def test_a_listing_waits_for_no_server_and_says_how_old_it_is(scratch: Path) -> None:
+    volumes = [IDS.uid() for _ in range(2)]
+    async with (
+        nbd_server(scratch / "disk", NBD_PORT),
+        relay(NBD_PORT, forwards=2) as one,
+        relay(NBD_PORT, forwards=2) as other,
+        open_node(storage=REMOTES_TEXT.format(one, other)) as node,
+    ):
+        for volume, port in zip(volumes, (one, other), strict=True):
+            await open_class(node, volume, nbd(port))
+
+        async def told_broken() -> bool:
+            with anyio.fail_after(LISTING_S):
+                listed = await node.volumes()
+            return all("did not answer" in each.last_error for each in listed)
+
+        with anyio.fail_after(LISTING_S):
+            assert [each.state for each in await node.volumes()] == ["open", "open"]
+        await wait_until(told_broken, timeout_s=30.0)
+        listed = await wait_until(partial(aged, node), timeout_s=30.0)
+        assert listed
+
+        # A stord that has never asked waits a moment, once and not for each of them.
+        await node.end()
+        await node.start()
+        with anyio.fail_after(LISTING_S):
+            assert [each.state for each in await node.volumes()] == ["broken", "broken"]
+        for volume in volumes:
+            await node.delete(volume)
+
+
+async def aged(node: Node) -> list[int]:
+    """How old what is told of each volume is, once all of it has an age."""
+    ages = [each.seen_s for each in await node.volumes()]
+    return ages if all(ages) else []

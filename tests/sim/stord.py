@@ -97,6 +97,7 @@ class SimStord:
         self.jobs: dict[str, SimJob] = {}
         self.job_s: tuple[float, ...] = JOB_S
         self.mishaps = True  # some jobs fail
+        self.device_bytes = 1 << 60  # no volume grows beyond
         self.keeps_vms = True  # disks have in-flight proxies
         self.rotates = True  # a key is changed at once
         self.taken: set[str] = set()  # every snapshot that there ever was
@@ -145,6 +146,8 @@ class SimStord:
             self.violate(f"volume {uid} opened with another source")
         if backend.size_bytes < volume.backend.size_bytes:
             self.violate(f"I5: volume {uid} asked to shrink")
+        if backend.size_bytes > self.device_bytes:
+            raise InvalidArgument("more than its device has", field="backend.size_bytes")
         volume.generation, volume.backend, volume.open = generation, backend, True
         if self.rotates:
             volume.key = _key(backend)

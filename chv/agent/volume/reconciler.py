@@ -20,7 +20,7 @@ from chv.agent.volume.jobs import POLL_S, cancel_job, find_job, progress_of
 from chv.agent.volume.move import Mover
 from chv.agent.volume.requests import Requests
 from chv.agent.volume.source import Unready, resolve
-from chv.agent.volume.view import conditions, volume_status
+from chv.agent.volume.view import conditions, is_served, size_refused, volume_status
 from chv.agent.volume.wish import (
     Source,
     at_the_place_of,
@@ -252,8 +252,14 @@ class VolumeReconciler(SimpleReconciler):
                 observed_generation=before.observed_generation,
                 conditions=before.conditions,
             )
-        shown = "Failed" if permanent else before.phase
+        served = is_served(self._seen)
+        shown = "Failed" if permanent and not served else before.phase
         others = [each for each in before.conditions if each.type != "Ready"]
+        if self._seen is not None and served and permanent:
+            others = size_refused(_volume(stored), self._seen, others, ready.message)
+            ready = msgspec.structs.replace(
+                ready, message=f"its VM goes on with it as it was: {ready.message}"
+            )
         await self._publish(stored, msgspec.structs.replace(before, phase=shown), [ready, *others])
 
     async def _show(

@@ -8,9 +8,9 @@ from chv.agent.conditions import condition
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
 from chv.agent.volume.wish import NO_LIMITS, shown_limits
-from chv.common.quantity import format_bytes
+from chv.common.quantity import format_bytes, parse_bytes
 from chv.common.wire import stord
-from chv.common.wire.resources import Condition, VolumeSnapshotPart, VolumeStatus
+from chv.common.wire.resources import Condition, Volume, VolumeSnapshotPart, VolumeStatus
 
 APPLIED = {"online": "Online", "detached": "Detached", "on_next_start": "OnNextStart"}
 MIB = 1 << 20
@@ -74,6 +74,23 @@ def _size_applied(seen: stord.VolumeInfo) -> Condition:
         return condition("SizeApplied", False, "OnNextStart", message)
     reason = APPLIED.get(seen.applied, "AsCreated")
     return condition("SizeApplied", True, reason, evidence=f"{seen.size_bytes} bytes")
+
+
+def is_served(seen: stord.VolumeInfo | None) -> bool:
+    """Tell whether a VM has the volume, and it is in order: no change refused can alter that."""
+    return seen is not None and seen.state == "open" and bool(seen.attached_to or seen.readers)
+
+
+def size_refused(
+    volume: Volume, seen: stord.VolumeInfo, conditions: list[Condition], why: str
+) -> list[Condition]:
+    """Return the conditions of a volume that stays as large as it was, where more is wanted."""
+    wanted = parse_bytes(volume.spec.size, field="spec.size")
+    if wanted <= seen.size_bytes or seen.pending_size_bytes:
+        return conditions
+    message = f"the guest sees {format_bytes(seen.size_bytes)}: {why}"
+    refused = condition("SizeApplied", False, "Refused", message)
+    return [each for each in conditions if each.type != refused.type] + [refused]
 
 
 def _space_available(seen: stord.VolumeInfo) -> Condition:

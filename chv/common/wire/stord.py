@@ -147,6 +147,8 @@ class VolumeInfo(Reply, frozen=True, kw_only=True):
     network: bool = False  # serving it takes the node's network
     # What it is now as far as its place goes (class, place, pool, format, source), from the record.
     backend: VolumeBackend | None = None
+    # How old the rest is: a listing waits for no server that no VM uses. 0: as of now.
+    seen_s: Annotated[int, Meta(ge=0)] = 0
 
 
 class VolumeRef(Message, frozen=True, kw_only=True):

@@ -229,6 +229,25 @@ async def test_a_volume_with_snapshots_does_not_move() -> None:
         assert "VolumeSnapshot default/snap" in error.hint
 
 
+@simulated
+async def test_a_growth_that_is_refused_leaves_a_volume_in_use_as_it_is_and_says_so() -> None:
+    async with open_bench() as bench:
+        await done(bench, *everything())
+        sim(bench).device_bytes = 64 << 20
+
+        (operation,) = await done(bench, volume(size="1Gi"))
+
+        shown = bench.get("Volume", "data").status
+        assert operation.state.value == "Failed"
+        assert shown.phase == "Attached"
+        found = {each.type: each for each in shown.conditions}
+        assert (found["SizeApplied"].status.value, found["SizeApplied"].reason) == (
+            "False",
+            "Refused",
+        )
+        assert "goes on with it as it was" in found["Ready"].message
+
+
 # --- snapshots
 
 
