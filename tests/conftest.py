@@ -16,5 +16,5 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Asyncio alone: aiosqlite, pyroute2 and qemu.qmp do not run on another backend."""
+    """Asyncio alone: aiosqlite and qemu.qmp do not run on another backend."""
     return "asyncio"

@@ -167,16 +167,8 @@ class Inner:
     def _change(self, ask: socket.socket, wanted: WantedLink) -> None:
         link = self._find(ask, wanted.name)
         master = self._find(ask, wanted.master).index if wanted.master else 0
-        link_changes.change(
-            ask,
-            link,
-            Change(
-                alias=wanted.alias if wanted.alias != link.alias else "",
-                mac=wanted.mac if wanted.mac != link.mac else "",
-                mtu=wanted.mtu if wanted.mtu != link.mtu else 0,
-                master=master if master != link.master else 0,
-            ),
-        )
+        change = Change(wanted.alias, wanted.mac, wanted.mtu, master)
+        link_changes.change(ask, link, link_changes.difference(link, change))
 
     def _shaped(self, change: str) -> None:
         failpoint_sync(f"nwd.{self._verb}.shape_{change}")

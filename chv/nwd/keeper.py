@@ -9,7 +9,6 @@ rules are loaded without a look at the rest.
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from functools import partial
 
 import anyio
@@ -33,7 +32,7 @@ from chv.nwd.locks import NetworkLocks
 from chv.nwd.metadata_server import MetadataServer
 from chv.nwd.nft import rules
 from chv.nwd.nic_pass import NicPass
-from chv.nwd.observe import Sockets, observe
+from chv.nwd.observe import observe
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, DnsState
 from chv.nwd.policy import takes_new
@@ -203,16 +202,14 @@ class Keeper:
 
     async def _pass(self, network_id: str, blueprint: Blueprint, verb: str) -> int:
         """Observe, plan, apply; return how many steps it took."""
-        async with AsyncExitStack() as stack:
-            sockets = Sockets(stack, self.parts.netns_path(network_id))
-            observed = await observe(self.parts, network_id, sockets)
-            if observed.dns is DnsState.UNKNOWN:
-                raise Unavailable(
-                    "it cannot be told whether the recorded dnsmasq lives", resource=network_id
-                )
-            steps = plan.plan_network(blueprint.desired, observed)
-            work = Work(self.parts, network_id, blueprint, sockets, verb)
-            await self._apply(work, steps, network_id, verb)
+        observed, found = await observe(self.parts, network_id)
+        if observed.dns is DnsState.UNKNOWN:
+            raise Unavailable(
+                "it cannot be told whether the recorded dnsmasq lives", resource=network_id
+            )
+        steps = plan.plan_network(blueprint.desired, observed)
+        work = Work(self.parts, network_id, blueprint, found, verb)
+        await self._apply(work, steps, network_id, verb)
         return len(steps)
 
     async def _settle_nic(self, row: Network, nic: Nic, verb: str) -> bool:
@@ -233,16 +230,14 @@ class Keeper:
         await self.metadata.stop(network_id)
         self.kernel.forget(network_id)
         for _ in range(PASSES_MAX):
-            async with AsyncExitStack() as stack:
-                sockets = Sockets(stack, self.parts.netns_path(network_id))
-                observed = await observe(self.parts, network_id, sockets)
-                if observed.dns is DnsState.UNKNOWN:
-                    raise Unavailable("dnsmasq may still run", resource=network_id)
-                has_files = self.parts.layout.network_run(network_id).exists()
-                name = self.parts.layout.uplink(network_id)
-                steps = plan.plan_removal(name, observed, has_files=has_files)
-                work = Work(self.parts, network_id, None, sockets, DELETE)
-                await self._apply(work, steps, network_id, DELETE)
+            observed, found = await observe(self.parts, network_id)
+            if observed.dns is DnsState.UNKNOWN:
+                raise Unavailable("dnsmasq may still run", resource=network_id)
+            has_files = self.parts.layout.network_run(network_id).exists()
+            name = self.parts.layout.uplink(network_id)
+            steps = plan.plan_removal(name, observed, has_files=has_files)
+            work = Work(self.parts, network_id, None, found, DELETE)
+            await self._apply(work, steps, network_id, DELETE)
             if not steps:
                 break
         else:

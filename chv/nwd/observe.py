@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,7 +24,6 @@ from chv.nwd.kernel import (
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 from chv.nwd.kernel.routes import DEFAULT_ROUTE, DEFAULT_ROUTE6, Route
-from chv.nwd.kernel.rtnl import Rtnl, adopt_socket, open_rtnl, open_socket
 from chv.nwd.parts import Parts
 from chv.nwd.plan import BRIDGE, TAP, UPLINK, NetnsState, ObservedNetwork, SeenLink
 from chv.nwd.shaping import SeenShape
@@ -33,44 +31,12 @@ from chv.nwd.shaping import SeenShape
 _NO_ADDRESSES: frozenset[str] = frozenset()
 
 
-class Sockets:
-    """The netlink sockets of one pass: opened when first needed, closed with the pass.
-
-    `links` are those of the network's namespace that the pass has met, to find them once.
-    """
-
-    def __init__(self, stack: AsyncExitStack, path: str) -> None:
-        self.links: dict[str, Link] = {}
-        self._stack = stack
-        self._path = path
-        self._inner: Rtnl | None = None
-        self._host: Rtnl | None = None
-
-    async def adopt(self, fd: int) -> Rtnl:
-        """Use a socket that was opened in the network's namespace."""
-        self._inner = await self._stack.enter_async_context(adopt_socket(fd, self._path))
-        return self._inner
-
-    async def inner(self) -> Rtnl:
-        """Return the one in the network's namespace, which must exist by now."""
-        if self._inner is None:
-            self._inner = await self._stack.enter_async_context(open_rtnl(self._path))
-        return self._inner
-
-    async def host(self) -> Rtnl:
-        """Return the one in nwd's own namespace."""
-        if self._host is None:
-            self._host = await self._stack.enter_async_context(open_rtnl())
-        return self._host
-
-
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What one trip off the event loop tells. `socket` is for the caller to adopt."""
+    """What one trip off the event loop tells."""
 
     state: NetnsState
     files: str
-    socket: int = -1
     inode: int = 0
     generation: int = 0
     sysctls_right: bool = False
@@ -98,7 +64,6 @@ def _look(parts: Parts, network_id: str) -> _Look:
             state=state,
             files=files,
             generation=nft_generation.read(),
-            socket=open_socket(),
             inode=netns.inode(path),
             sysctls_right=not sysctl.differing(wanted),
             links=found,
@@ -116,8 +81,8 @@ def _ifbs(parts: Parts, found: Mapping[str, Link]) -> dict[str, str]:
     return {name: parts.layout.ifb_of(name) for name, link in found.items() if link.kind == TAP}
 
 
-async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNetwork:
-    """Return everything about a network."""
+async def observe(parts: Parts, network_id: str) -> tuple[ObservedNetwork, dict[str, Link]]:
+    """Return everything about a network, and the links of its namespace."""
     look = await anyio.to_thread.run_sync(_look, parts, network_id)
     around = await _around(parts, network_id, look)
     host = await _host_uplink(parts, network_id)
@@ -128,18 +93,16 @@ async def observe(parts: Parts, network_id: str, sockets: Sockets) -> ObservedNe
         host_routes=host.routes,
     )
     if look.state is not NetnsState.PRESENT:
-        return around
-    await sockets.adopt(look.socket)
-    sockets.links = dict(look.links)
-    inner = seen(sockets.links, look.addresses)
-    return replace(
+        return around, {}
+    observed = replace(
         around,
-        links=inner,
+        links=seen(look.links, look.addresses),
         shapes=look.shapes,
-        bridge=sockets.links[BRIDGE].index if BRIDGE in sockets.links else 0,
+        bridge=look.links[BRIDGE].index if BRIDGE in look.links else 0,
         proxies=look.proxies,
         default_gateways=_default_gateways(look),
     )
+    return observed, dict(look.links)
 
 
 def _default_gateways(look: _Look) -> frozenset[str]:

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pyroute2.netlink.exceptions import NetlinkError
-
 from chv.common.errors import (
     ChvError,
     FailedPrecondition,
@@ -50,10 +48,8 @@ def translate(number: int, what: str) -> ChvError:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raise the typed error for an OSError or NetlinkError of the block."""
+    """Raise the typed error for an OSError of the block."""
     try:
         yield
-    except NetlinkError as error:
-        raise translate(error.code, what) from error
     except OSError as error:
         raise translate(error.errno or errno.EIO, what) from error

@@ -1,7 +1,6 @@
-"""Changing links, addresses and routes of a namespace by messages: a tenth of a library's time.
+"""Changing links, addresses and routes of a namespace, the host's or a network's.
 
-Call in the namespace, or with a socket that was opened there. What is done on the host's side is
-in `rtnl`.
+Call with a socket that was opened there.
 """
 
 from __future__ import annotations
@@ -10,26 +9,29 @@ import errno
 import socket
 import struct
 from dataclasses import dataclass
-from ipaddress import ip_address, ip_interface
+from ipaddress import ip_address, ip_interface, ip_network
 
+from chv.common.errors import Conflict
 from chv.nwd.kernel import netlink
 from chv.nwd.kernel.errors import translated
 from chv.nwd.kernel.links import Link
 
 _NEW_LINK, _SET_LINK, _DELETE_LINK = 16, 19, 17
-_NEW_ADDRESS, _DELETE_ADDRESS, _NEW_ROUTE = 20, 21, 24
+_NEW_ADDRESS, _DELETE_ADDRESS, _NEW_ROUTE, _DELETE_ROUTE = 20, 21, 24, 25
 _REPLACE, _EXCLUSIVE, _CREATE = 0x100, 0x200, 0x400
 _INFO = struct.Struct("=BxHiII")  # ifinfomsg: family, type, index, flags, change
 _ADDRESS, _MTU, _MASTER, _PROTINFO, _IFALIAS = 1, 4, 10, 12, 20
 _IFNAME, _LINKINFO, _INFO_KIND, _INFO_DATA = 3, 18, 1, 2
+_PEER, _NAMESPACE = 1, 28
 _FORWARD_DELAY, _STP_STATE, _SNOOPING = 1, 5, 23
 _NESTED, _PORT_ISOLATED = 0x8000, 33
 _IP = struct.Struct("=4Bi")  # ifaddrmsg: family, length, flags, scope, link
 _IP_ADDRESS, _IP_LOCAL = 1, 2
 _NO_DAD = 0x02  # usable at once: nobody else can have an address that we give
 _ROUTE = struct.Struct("=8BI")  # rtmsg: family, lengths, tos, table, protocol, scope, type, flags
-_OUT, _GATEWAY = 4, 5
-_MAIN, _STATIC, _UNICAST = 254, 4, 1
+_TARGET, _OUT, _GATEWAY = 1, 4, 5
+_ANYBODY, _ANY_SCOPE = 0, 255
+_MAIN, _STATIC, _UNIVERSE, _UNICAST = 254, 4, 0, 1
 _UP = 1
 _MTU_MAX = 65535
 
@@ -58,6 +60,16 @@ def change(ask: socket.socket, link: Link, wanted: Change) -> None:
     if body:
         with translated(f"changing link {link.name}"):
             _tell(ask, _SET_LINK, _INFO.pack(0, 0, link.index, 0, 0) + body)
+
+
+def difference(link: Link, wanted: Change) -> Change:
+    """Return what of `wanted` the link has otherwise."""
+    return Change(
+        alias=wanted.alias if wanted.alias != link.alias else "",
+        mac=wanted.mac if wanted.mac != link.mac else "",
+        mtu=wanted.mtu if wanted.mtu != link.mtu else 0,
+        master=wanted.master if wanted.master != link.master else 0,
+    )
 
 
 def set_up(ask: socket.socket, link: Link) -> None:
@@ -106,6 +118,21 @@ def add_bridge(ask: socket.socket, name: str, mac: str, mtu: int) -> None:
         _tell(ask, _SET_LINK, mine)
 
 
+def add_veth(ask: socket.socket, name: str, mtu: int, peer: tuple[str, int]) -> None:
+    """Make a pair: `name` here, and `peer` = (its name, a descriptor of its namespace)."""
+    size = netlink.attribute(_MTU, struct.pack("=I", mtu))
+    peer_name, namespace = peer
+    other = _INFO.pack(0, 0, 0, 0, 0) + size
+    other += netlink.attribute(_IFNAME, peer_name.encode() + b"\0")
+    other += netlink.attribute(_NAMESPACE, struct.pack("=I", namespace))
+    data = netlink.attribute(_INFO_DATA, netlink.attribute(_PEER, other))
+    body = _INFO.pack(0, 0, 0, 0, 0) + size
+    body += netlink.attribute(_IFNAME, name.encode() + b"\0")
+    body += netlink.attribute(_LINKINFO, netlink.attribute(_INFO_KIND, b"veth") + data)
+    with translated(f"making link {name}"):
+        _tell(ask, _NEW_LINK, body, _CREATE | _EXCLUSIVE)
+
+
 def add_address(ask: socket.socket, link: Link, cidr: str) -> None:
     """Add an address; one that is there already is fine."""
     with translated(f"adding address {cidr} to {link.name}"):
@@ -143,6 +170,40 @@ def replace_default_route(ask: socket.socket, link: Link, gateway: str) -> None:
     body += netlink.attribute(_OUT, struct.pack("=i", link.index))
     with translated(f"setting the default route to {gateway}"):
         _tell(ask, _NEW_ROUTE, body, _CREATE | _REPLACE)
+
+
+def add_route(ask: socket.socket, link: Link, target: str, gateway: str) -> None:
+    """Route `target` to a gateway on a link; Conflict when it is routed elsewhere."""
+    with translated(f"adding a route to {target}"):
+        try:
+            _tell(ask, _NEW_ROUTE, _route(link, target, gateway), _CREATE | _EXCLUSIVE)
+        except FileExistsError as error:
+            raise Conflict(
+                f"there is another route to {target}", hint="remove that route"
+            ) from error
+
+
+def delete_route(ask: socket.socket, link: Link, target: str, gateway: str) -> None:
+    """Remove a route by a link, whoever made it; one that is gone already is fine."""
+    body = _route(link, target, gateway, by=(_ANYBODY, _ANY_SCOPE))
+    with translated(f"removing the route to {target}"):
+        try:
+            _tell(ask, _DELETE_ROUTE, body)
+        except OSError as error:
+            if error.errno not in (errno.ESRCH, errno.ENODEV):
+                raise
+
+
+def _route(
+    link: Link, target: str, gateway: str, by: tuple[int, int] = (_STATIC, _UNIVERSE)
+) -> bytes:
+    network = ip_network(target)
+    family = socket.AF_INET6 if network.version == 6 else socket.AF_INET
+    body = _ROUTE.pack(family, network.prefixlen, 0, 0, _MAIN, *by, _UNICAST, 0)
+    body += netlink.attribute(_TARGET, network.network_address.packed)
+    if gateway:
+        body += netlink.attribute(_GATEWAY, ip_address(gateway).packed)
+    return body + netlink.attribute(_OUT, struct.pack("=i", link.index))
 
 
 def _tell(ask: socket.socket, kind: int, body: bytes, flags: int = 0) -> None:
