@@ -204,8 +204,12 @@ def _routes(name: str, family: str) -> str:
 
 
 def _sorted_elements(listing: str) -> str:
-    counted = ("packets", "expires")
-    lines = [line for line in listing.splitlines() if not any(word in line for word in counted)]
+    counted = ("packets", "expires", "ct count over")  # who has connections comes and goes
+    lines = [
+        line
+        for line in listing.splitlines()
+        if "add @" in line or not any(word in line for word in counted)
+    ]
     return "\n".join(" ".join(sorted(line.replace(",", " ").split())) for line in lines)
 
 

@@ -69,7 +69,7 @@ def in_place(wanted: Ruleset, standing: Mapping[TableKey, Standing]) -> str:
     lines = [line for each in wanted.tables for line in _emptied(each, standing[each])]
     for each in wanted.tables:
         lines += _superfluous(each, standing[each], _with_shared(declared[each], each, wanted))
-    return "\n".join([*lines, wanted.content()]) + "\n"
+    return "".join(f"{line}\n" for line in lines) + wanted.content()
 
 
 def _fits(now: Standing, wanted: _Declared) -> bool:

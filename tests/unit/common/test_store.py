@@ -21,6 +21,8 @@ from chv.common.store import Connection, Store
 from tests.helpers import wait_until
 from tests.unit.common.store_sample import FIRST, SECOND, is_short, keys, open_store, put, setting
 
+NORMAL, FULL = 1, 2
+
 
 @pytest.fixture(autouse=True)
 def _failpoints_off() -> Iterator[None]:
@@ -56,6 +58,25 @@ async def test_the_settings_are_the_durable_ones(path: Path) -> None:
     async with open_store(path) as store:
         for pragma, value in (("journal_mode", "wal"), ("synchronous", 2), ("foreign_keys", 1)):
             assert await store.read(partial(setting, pragma)) == value
+
+
+async def test_a_note_waits_for_no_disk_and_the_write_after_it_does(path: Path) -> None:
+    seen = []
+
+    def look(db: Connection) -> None:
+        seen.append(setting("synchronous", db))
+
+    async with open_store(path) as store:
+        await store.note(lambda db: put(db, "noted", b""))
+        await store.note(look)
+        await store.write(look)
+        with pytest.raises(Conflict):
+            await store.note(lambda db: (put(db, "half", b""), put(db, "noted", b"")))
+        await store.write(look)
+        assert await store.read(keys) == ["noted"]
+    assert seen == [NORMAL, FULL, FULL]
+    async with open_store(path) as store:
+        assert await store.read(keys) == ["noted"]
 
 
 async def test_no_file_of_the_store_is_readable_by_others(path: Path) -> None:

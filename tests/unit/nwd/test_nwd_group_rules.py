@@ -8,7 +8,7 @@ import pytest
 
 from chv.common.errors import InvalidArgument
 from chv.common.wire.nwd_policy import Direction, IpProtocol, SecurityRule
-from chv.nwd.group_rules import check_rules
+from chv.nwd.group_rules import COMPARED_MAX, check_rules, is_wider
 from tests.unit.nwd.nwd_rows import IDS, group
 
 
@@ -62,3 +62,38 @@ def test_a_rule_without_sense_is_refused_by_its_place(changes: dict[str, Any], f
 )
 def test_a_rule_with_sense_is_taken(changes: dict[str, Any]) -> None:
     check_rules(group(rule(**changes)).group)
+
+
+PEER = IDS.uid()
+OTHER = rule(ports=["443"], cidrs=["10.0.0.0/8"])
+
+
+@pytest.mark.parametrize(
+    ("new", "wider"),
+    [
+        ([GOOD, OTHER], True),
+        ([OTHER, GOOD, rule(ports=["8080"])], True),
+        ([rule(rate=5, log=True), OTHER], True),  # of new connections alone
+        ([rule(ports=["22", "80"]), OTHER], True),
+        ([rule(ports=[]), OTHER], True),
+        ([rule(protocol=IpProtocol.ANY, ports=[]), OTHER], True),
+        ([GOOD, rule(ports=["443"], cidrs=["10.0.0.0/8", "::/0"], groups=[PEER])], True),
+        ([GOOD], False),
+        ([], False),
+        ([GOOD, rule(ports=["443"], cidrs=["10.0.0.0/9"])], False),
+        ([GOOD, rule(ports=["443"], cidrs=[], groups=[PEER])], False),
+        ([rule(protocol=IpProtocol.UDP), OTHER], False),
+        ([rule(direction=Direction.EGRESS), OTHER], False),
+        ([rule(ports=["81"]), OTHER], False),
+    ],
+)
+def test_a_change_is_wider_when_it_certainly_allows_all_of_before(
+    new: list[SecurityRule], wider: bool
+) -> None:
+    assert is_wider(group(*new).group, group(GOOD, OTHER).group) is wider
+
+
+def test_many_changed_rules_count_as_narrower_unlooked_at() -> None:
+    old = [rule(ports=[str(number)]) for number in range(1, COMPARED_MAX + 2)]
+    assert not is_wider(group(rule(ports=[])).group, group(*old).group)
+    assert is_wider(group(rule(ports=[])).group, group(*old[1:]).group)

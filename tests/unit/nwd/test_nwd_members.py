@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ IDS = Ids()
 VM = IDS.uid()
 
 
-def nic(number: int, nic_id: str = "", name: str = "one") -> Nic:
+def nic(number: int, nic_id: str = "", name: str = "one", **more: Any) -> Nic:
     return Nic(
         nic_id=nic_id or IDS.uid(),
         network_id="n",
@@ -28,7 +30,26 @@ def nic(number: int, nic_id: str = "", name: str = "one") -> Nic:
         owner_uid=1,
         guest_ports=[],
         boot_id="b",
+        **more,
     )
+
+
+def test_members_of_groups_are_counted_and_the_tuple_of_all_stays_the_same_until_a_change() -> None:
+    members = Members()
+    first, second = nic(1, groups=["a", "b", "a"]), nic(2, groups=["a"], unswept=True)
+    members.put(first)
+    members.put(second)
+    assert members.groups == {"a": 2, "b": 1}
+    assert members.unswept == {second.nic_id}
+    both = members.all
+    assert both == (first, second)
+    assert members.all is both
+    members.put(msgspec.structs.replace(second, groups=["b"], unswept=False))
+    assert members.groups == {"a": 1, "b": 2}
+    assert not members.unswept
+    assert members.all is not both
+    members.drop(first.nic_id)
+    assert members.groups == {"b": 1}
 
 
 CHANGES = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.sampled_from("ab")), max_size=40)
