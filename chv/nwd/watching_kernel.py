@@ -11,6 +11,7 @@ An open socket keeps a namespace alive, so `stop` comes before the namespace goe
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,6 @@ from functools import partial
 
 import anyio
 import anyio.abc
-import anyio.lowlevel
 import anyio.to_thread
 
 from chv.common import logs
@@ -28,7 +28,7 @@ from chv.common.errors import ChvError
 from chv.nwd import runfiles
 from chv.nwd.drift import Pace, Tidings, follow_name, judge
 from chv.nwd.host import Host
-from chv.nwd.kernel import link_events, links, netns, nft_events
+from chv.nwd.kernel import link_events, links, netns, netns_events, nft_events
 from chv.nwd.kernel.link_events import AddressNews, ForwardingNews, LinkNews, News, RouteNews
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.parts import Parts
@@ -37,6 +37,7 @@ from chv.nwd.records import Network
 log = logs.get(__name__)
 HOST = ""  # the key of the host's own place
 LOOK_S_MAX = 1.0
+READ_AFTER_S = 0.02
 Converge = Callable[[str], Awaitable[None]]  # the caller holds the network's lock
 
 
@@ -90,6 +91,7 @@ class KernelWatch:
         self._by_fd: dict[int, str] = {}
         self._cases: dict[str, _Case] = {}
         self._epoll = select.epoll()
+        self._names = -1  # the watch over names of namespaces
         self._tasks: anyio.abc.TaskGroup | None = None
         self._prefix = parts.layout.uplink("")
         self.on_addresses: Callable[[], None] = lambda: None  # those of the node are others now
@@ -118,6 +120,13 @@ class KernelWatch:
     async def follow_host(self) -> None:
         """Watch the host's side."""
         await self._follow(HOST, netns.OWN)
+        if self._names < 0:
+            try:
+                self._names = netns_events.open_watch()
+            except OSError as error:
+                log.debug("names_not_watched", error=str(error))
+                return
+            self._epoll.register(self._names, select.EPOLLIN)
 
     async def _follow(self, key: str, path: str) -> None:
         known = self._places.get(key)
@@ -158,10 +167,13 @@ class KernelWatch:
             while True:
                 await anyio.wait_readable(self._epoll)
                 for fd, _ in self._epoll.poll(0):
+                    if fd == self._names:
+                        self._read_names()
                     key = self._by_fd.get(fd)
                     if key is not None:
                         self._read(key)
-                await anyio.lowlevel.checkpoint()
+                # One attach of ours is eight messages: a wake for each would hold it up.
+                await anyio.sleep(READ_AFTER_S)
 
     def _read(self, key: str) -> None:
         """Take in everything that waits in the sockets of a place."""
@@ -180,6 +192,21 @@ class KernelWatch:
             self._wake(key)
             return
         self._take(key, place, generation, news, lost=lost_rules or lost_links)
+
+    def _read_names(self) -> None:
+        """Take in which namespaces have lost their names; ours go after their records do."""
+        try:
+            gone = netns_events.receive(self._names)
+        except OSError as error:
+            log.warning("names_watch_broken", error=error)
+            self._epoll.unregister(self._names)
+            os.close(self._names)
+            self._names = -1  # opened again by the resync
+            return
+        for network_id in self._parts.records.networks:
+            if "" in gone or self._parts.layout.netns(network_id) in gone:
+                self._case(network_id).told.gone = True
+                self._wake(network_id)
 
     def _take(
         self, key: str, place: _Place, generation: int, news: list[News], *, lost: bool
