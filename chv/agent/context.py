@@ -13,12 +13,14 @@ import msgspec
 
 from chv.agent.ledger import Ledger
 from chv.agent.listing import Listing
+from chv.agent.naming import named_error
 from chv.agent.operations import Operations
 from chv.agent.ports import Caller, P, R, World
 from chv.agent.records import PutStatus, Status, StoredObject
 from chv.agent.references import references, referrers
 from chv.agent.starts import StartQueue
 from chv.common.clock import timestamp
+from chv.common.errors import ChvError
 from chv.common.rpc import Method
 from chv.common.wire import nwd, nwd_policy, stord
 from chv.common.wire.resources import Resource
@@ -29,15 +31,22 @@ CALLS_MAX = 32  # at a time to each daemon; it serves twice as many
 
 
 class _Limited:
-    """A caller with a bound on calls at a time."""
+    """A caller with a bound on calls at a time, and with names in what the daemon says."""
 
-    def __init__(self, inner: Caller) -> None:
+    def __init__(self, inner: Caller, ledger: Ledger) -> None:
         self._inner = inner
+        self._ledger = ledger
         self._limiter = anyio.Semaphore(CALLS_MAX, fast_acquire=True)
 
     async def call(self, method: Method[P, R], params: P) -> R:
         async with self._limiter:
-            return await self._inner.call(method, params)
+            try:
+                return await self._inner.call(method, params)
+            except ChvError as error:
+                told = named_error(self._ledger.tables, error)
+                if told is error:
+                    raise
+                raise told from error
 
 
 class Context:
@@ -48,8 +57,8 @@ class Context:
         self.ledger = ledger
         self.operations = Operations(ledger, world.clock, world.ids)
         self.wake = wake
-        self.stord: Caller = _Limited(world.stord)
-        self.nwd: Caller = _Limited(world.nwd)
+        self.stord: Caller = _Limited(world.stord, ledger)
+        self.nwd: Caller = _Limited(world.nwd, ledger)
         self.starts = StartQueue(world.limits.parallel_starts, wake)
         self.strangers: dict[str, str] = {}  # short uid of a VM -> worker id nobody recorded
         self.volumes = Listing(lambda: self.stord.call(stord.LIST_VOLUMES, Empty()))

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import msgspec
+
 from chv.agent.context import Context
+from chv.agent.naming import named_data
 from chv.common.errors import FailedPrecondition, NotFound
 from chv.common.quantity import format_bytes
 from chv.common.wire import stord
@@ -19,9 +22,10 @@ POLL_S = 2.0  # events tell of the end; this is for the progress that is shown
 async def find_job(context: Context, job_id: str) -> JobInfo | None:
     """Return a job, None where stord knows none of that id."""
     try:
-        return await context.stord.call(stord.GET_JOB, stord.JobRef(job_id=job_id))
+        job = await context.stord.call(stord.GET_JOB, stord.JobRef(job_id=job_id))
     except NotFound:
         return None
+    return msgspec.structs.replace(job, error=named_data(context.ledger.tables, job.error))
 
 
 async def cancel_job(context: Context, job_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from chv.agent.conditions import condition
+from chv.agent.naming import named
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
 from chv.agent.volume.wish import NO_LIMITS, shown_limits
@@ -40,7 +41,7 @@ def volume_status(
         free_bytes=_rough(seen.free_bytes),
         space=seen.space.value,
         progress=progress,
-        last_error=seen.last_error,
+        last_error=named(tables, seen.last_error),
     )
     limits = shown_limits(seen.limits)
     return status if limits == NO_LIMITS else msgspec.structs.replace(status, limits=limits)
