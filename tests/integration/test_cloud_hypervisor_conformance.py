@@ -29,6 +29,7 @@ from tests.integration.cloud_hypervisor_api import (
     READY,
     Answer,
     Line,
+    Viewer,
     Vmm,
     encode,
     running,
@@ -744,6 +745,27 @@ def test_a_viewer_that_leaves_types_a_nul(vmm: Vmm) -> None:
     with vmm.viewer() as viewer:
         viewer.channel.sendall(b"ping=1\nping=2\n")  # after the one that `start` has left
         assert b'token="1"' not in viewer.wait(b'pong token="2"')
+
+
+def test_a_viewer_that_leaves_without_having_read_all_ends_the_serial_thread(vmm: Vmm) -> None:
+    vmm.did("vm.create", vmm.config())
+    vmm.did("vm.boot")
+    with vmm.viewer() as viewer:
+        viewer.wait(b" boot ")
+        wait_for(lambda: unread(viewer), what="something to leave unread")
+    with vmm.viewer() as viewer:
+        viewer.channel.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            viewer.wait(READY)
+    vmm.did("vm.reboot")
+    with vmm.viewer() as viewer:
+        viewer.wait(READY)
+
+
+def unread(viewer: Viewer) -> bool:
+    with suppress(BlockingIOError):
+        return bool(viewer.channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    return False
 
 
 def test_a_reboot_hangs_up_on_the_viewer_and_binds_anew(vmm: Vmm) -> None:

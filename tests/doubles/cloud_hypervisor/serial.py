@@ -86,8 +86,11 @@ class Serial:
         assert self._viewer is not None
         try:
             data = self._viewer.recv(4096)
-        except OSError:
-            data = b""
+        except ConnectionResetError:  # left without having read all: the thread is no more
+            self._loop.forget(self._viewer.fileno())
+            if self._listener is not None:
+                self._loop.forget(self._listener.fileno())
+            return
         if data:
             self.typed(data)
         else:
