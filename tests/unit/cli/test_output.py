@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import os
 import pty
 import struct
 import sys
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -35,9 +36,18 @@ def on_terminal(columns: int, show: Callable[[], object]) -> list[str]:
         os.dup2(kept, 1)
         os.close(kept)
         os.close(slave)
-    found = os.read(master, 1 << 16).decode()
+    found = b"".join(_until_the_end(master))
     os.close(master)
-    return found.splitlines()
+    return found.decode().splitlines()
+
+
+def _until_the_end(master: int) -> Iterator[bytes]:
+    while True:
+        try:
+            yield os.read(master, 1 << 16)
+        except OSError as error:
+            assert error.errno == errno.EIO, "nobody has the other end any more"
+            return
 
 
 @pytest.fixture(autouse=True)
