@@ -45,6 +45,7 @@ class Tidings:
     host_routes: dict[tuple[str, str], bool] = field(default_factory=dict)
     forwarding: dict[int, bool] = field(default_factory=dict)
     generation: int = 0
+    gone: bool = False  # the namespace has no name any more
     lost: bool = False
 
     def take(self, news: News, names: dict[int, str]) -> None:
@@ -83,7 +84,8 @@ class Tidings:
     def _bound(self) -> None:
         things = len(self.links) + len(self.addresses) + len(self.host_routes)
         if things + len(self.host_addresses) > THINGS_MAX:
-            self.__init__(generation=self.generation, lost=True)  # type: ignore[misc]
+            kept = {"generation": self.generation, "gone": self.gone, "lost": True}
+            self.__init__(**kept)  # type: ignore[misc]
 
 
 def follow_name(names: dict[int, str], news: LinkNews) -> None:
@@ -97,7 +99,9 @@ def follow_name(names: dict[int, str], news: LinkNews) -> None:
 def judge(desired: DesiredNetwork, told: Tidings, generation: int) -> list[str]:
     """Return what is not as wanted, in words; `generation`: of the rules that we loaded last."""
     desired = replace(desired, taps=_concerned(desired, told))
-    found = ["news were lost"] if told.lost else []
+    found = ["its namespace is gone"] if told.gone else []
+    if told.lost:
+        found.append("news were lost")
     if told.generation > generation:
         found.append("rules were changed")
     found += _links(desired, told)

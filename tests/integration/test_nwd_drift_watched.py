@@ -66,6 +66,8 @@ WATCHED = (
     "uplink down inside",
     "IPv6 forwarding off",
     "forwarding off",
+    "namespace deleted",
+    "namespace replaced by a file",
 )
 
 
