@@ -162,7 +162,7 @@ class Takeover:
     ) -> tuple[graph.Node, tuple[Path, ...]]:
         """Return how the bytes are reached, and the device node that must be lent for it."""
         backend = self._parts.disks.backend(spec)
-        protocol = await anyio.to_thread.run_sync(backend.protocol, volume_id, spec)
+        protocol = await anyio.to_thread.run_sync(backend.tool_protocol, volume_id, spec)
         layer = graph.LayerNode(number=0, format="raw", protocol=protocol)
         return graph.protocol(protocol), tuple(local_paths((layer,)))
 

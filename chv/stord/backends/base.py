@@ -81,6 +81,9 @@ class Backend(Protocol):
     def protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
         """Describe how the storage daemon reaches the bytes of the base."""
 
+    def tool_protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
+        """Describe how the tools uid reaches them, whoever else has the volume."""
+
     def directory(self, volume_id: str, spec: VolumeBackend) -> Path:
         """Return where overlays go."""
 

@@ -67,6 +67,10 @@ class Elsewhere(ABC):
     def protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
         """Describe how the storage daemon reaches the bytes of the base."""
 
+    def tool_protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
+        """Describe how the tools uid reaches the bytes, whoever else has the volume."""
+        return self.protocol(volume_id, spec)
+
     @abstractmethod
     def grant(self, volume_id: str, spec: VolumeBackend, uid: int) -> None:
         """Give the base and the lock to a storage uid; 0 takes them back."""

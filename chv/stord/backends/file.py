@@ -225,6 +225,10 @@ class FileBackend:
         disk_files.virtual_size_bytes(path, spec.format, encrypted=locked)
         return disk_files.protocol(path, self._aio)
 
+    def tool_protocol(self, volume_id: str, spec: VolumeBackend) -> graph.Protocol:
+        """Describe it for the tools uid, to which files are lent one by one."""
+        return self.protocol(volume_id, spec)
+
     @asynccontextmanager
     async def reach(self, volume_id: str, spec: VolumeBackend) -> AsyncIterator[None]:
         """Do nothing: files are lent one by one."""

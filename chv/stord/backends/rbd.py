@@ -99,8 +99,15 @@ class RbdBackend(OnServer):
 
     def protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
         """Describe how the storage daemon reaches the image, with what was lent to its uid."""
-        place = self.place(spec)
         uid = self.lock_path(volume_id).stat().st_uid or self._layout.tools_uid
+        return self._protocol(volume_id, spec, uid)
+
+    def tool_protocol(self, volume_id: str, spec: VolumeBackend) -> ProtocolNode:
+        """Describe how the tools uid reaches the image while `reach` lasts."""
+        return self._protocol(volume_id, spec, self._layout.tools_uid)
+
+    def _protocol(self, volume_id: str, spec: VolumeBackend, uid: int) -> ProtocolNode:
+        place = self.place(spec)
         options: dict[str, object] = {
             "pool": place.pool,
             "image": self._layout.external_name(volume_id),
