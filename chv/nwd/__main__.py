@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -47,6 +48,7 @@ from chv.nwd.workers import Workers
 log = logs.get("chv.nwd")
 DAEMON = "nwd"
 READY_FD = "CHV_READY_FD"
+FILES_MAX = 16384
 ALLOW_UIDS = frozenset({0})  # the agent; nobody else speaks to nwd
 
 
@@ -134,6 +136,14 @@ def _prepare(layout: Layout) -> None:
     ensure_dir(layout.api, mode=0o750, gid=-1)
 
 
+def _raise_limits() -> None:
+    """Let a thousand networks have their few sockets each, as far as this machine allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _enter(path: str) -> None:
     """Move this process into the host's namespace; before the first thread, so all are in it."""
     try:
@@ -162,6 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         logs.setup(DAEMON, config.node.log_level)
         layout = configuration.resolve_layout(config)
         _prepare(layout)
+        _raise_limits()
         with FileLock.acquire(layout.lock(DAEMON)):
             if config.network.host_netns:
                 _enter(config.network.host_netns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -209,6 +210,19 @@ async def test_a_deleted_network_leaves_no_socket_that_would_keep_its_namespace(
             await node.ensure(other)
             await node.delete(other)
         await wait_until(lambda: _sockets(pid) <= before, what="every socket is closed")
+
+
+async def test_many_networks_have_room_for_their_sockets() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with open_node(start=False) as node:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # as a plain service has less
+        try:
+            await node.start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert node.process is not None
+        limits = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
+        assert limits == (min(hard, 16384), hard)
 
 
 async def test_looks_that_change_nothing_leave_no_socket() -> None:
