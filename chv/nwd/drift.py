@@ -82,10 +82,11 @@ class Tidings:
         self._bound()
 
     def _bound(self) -> None:
-        things = len(self.links) + len(self.addresses) + len(self.host_routes)
-        if things + len(self.host_addresses) > THINGS_MAX:
-            kept = {"generation": self.generation, "gone": self.gone, "lost": True}
-            self.__init__(**kept)  # type: ignore[misc]
+        things = (self.links, self.ports, self.addresses, self.host_routes, self.host_addresses)
+        if sum(map(len, things)) > THINGS_MAX:
+            self.lost = True
+            for each in things:
+                each.clear()
 
 
 def follow_name(names: dict[int, str], news: LinkNews) -> None:
