@@ -1,7 +1,8 @@
 """`python -m chv.agent.console`: the holder. Ends only when told, or with the machine.
 
 One reader per serial line, always connected, so a guest never blocks on its console. A line that
-ends (its VMM ended) is closed and forgotten. Losing the holder loses recording, never a guest.
+ends is closed and forgotten, but looked for a moment longer: a VMM may make its port anew when its
+guest reboots. Losing the holder loses recording, never a guest.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -38,6 +40,9 @@ from chv.common.wire.types import HELLO, Done, Empty, HelloReply, HelloRequest
 log = logs.get("chv.console")
 CHUNK_BYTES = 16384
 CONSOLES_MAX = 10_000
+# How long a line that ended is looked for: a reboot within the VMM takes tens of milliseconds.
+AGAIN_S_MAX, AGAIN_POLL_S = 2.0, 0.02
+HANG_UP_S_MAX = 1.0
 
 
 class Holder:
@@ -47,6 +52,7 @@ class Holder:
         self._layout = layout
         self._tasks = tasks
         self._lines: dict[str, anyio.CancelScope] = {}
+        self._sought: set[str] = set()  # that ended a moment ago
 
     async def hello(self, request: HelloRequest) -> HelloReply:
         """Say who we are."""
@@ -85,16 +91,34 @@ class Holder:
         scope: anyio.CancelScope,
     ) -> None:
         try:
-            with scope, connection:
+            with scope:
                 while data := await _receive(connection):
                     recording.write(data)
+            await _hang_up(connection, recording)
         finally:
+            connection.close()
             recording.close()
-            if self._lines.get(request.vm_id) is scope:
+            ended = self._lines.get(request.vm_id) is scope
+            if ended:
                 del self._lines[request.vm_id]
+        if ended:
+            await self._take_up_again(request)
+
+    async def _take_up_again(self, request: AttachConsole) -> None:
+        """Attach to a port that was made anew, unless the agent is faster or wants it no more."""
+        self._sought.add(request.vm_id)
+        with anyio.move_on_after(AGAIN_S_MAX):
+            while True:
+                await anyio.sleep(AGAIN_POLL_S)
+                if request.vm_id not in self._sought or request.vm_id in self._lines:
+                    break
+                with suppress(Unavailable):
+                    await self.attach(request)
+        self._sought.discard(request.vm_id)
 
     async def detach(self, request: DetachConsole) -> Done:
         """Stop recording one VM."""
+        self._sought.discard(request.vm_id)
         scope = self._lines.pop(request.vm_id, None)
         if scope is not None:
             scope.cancel()
@@ -123,6 +147,14 @@ async def _receive(connection: socket.socket) -> bytes:
             continue
         except OSError:
             return b""
+
+
+async def _hang_up(connection: socket.socket, recording: Recording) -> None:
+    """Take leave without anything unread: Cloud Hypervisor 53 loses its port to a reset by that."""
+    with anyio.move_on_after(HANG_UP_S_MAX, shield=True), suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+        while data := await _receive(connection):
+            recording.write(data)
 
 
 async def run(layout: Layout) -> None:
