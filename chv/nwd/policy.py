@@ -6,7 +6,7 @@ healthy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 
@@ -41,8 +41,9 @@ def policy_of(
         key=lambda row: row.exposure.exposure_id,
     )
     targets = _targets(rows, nics)
+    members = _MEMBERS.get(network_id, (tuple(nics),), _members_of)
     return Policy(
-        groups=groups_of(records.groups, nics),
+        groups=groups_of(records.groups, members),
         exposures=[exposed(row, targets, uplinks) for row in rows],
         virtual=_virtual(rows, records, network_id),
     )
@@ -69,11 +70,18 @@ def nic_rules(layout: Layout, nic: Nic, connections_max: int = 0) -> NicRules:
 
 
 # --- groups
-def groups_of(rows: Mapping[str, GroupRow], nics: Iterable[Nic]) -> list[Group]:
-    """Return the groups that NICs are members of, and those that their rules name."""
-    members = set[str]().union(*[nic.groups for nic in nics]) & rows.keys()
+def groups_of(rows: Mapping[str, GroupRow], names: Set[str]) -> list[Group]:
+    """Return the groups of these names, and those that their rules name."""
+    members = names & rows.keys()
     named = {uid for member in members for uid in peers_of(rows[member]) if uid in rows}
     return [group_of(rows[uid]) for uid in sorted(members | named)]
+
+
+def _members_of(nics: Sequence[Nic]) -> frozenset[str]:
+    return frozenset[str]().union(*[nic.groups for nic in nics])
+
+
+_MEMBERS: Kept[frozenset[str]] = Kept()
 
 
 def peers_of(row: GroupRow) -> frozenset[str]:

@@ -27,11 +27,14 @@ class Roster:
         self._kinds: dict[Kind, dict[int, NicRules]] = {}
         self._parts: dict[int, Part] = {}
         self._numbers: Mapping[tuple[str, ...], Numbers] = {}
+        self._all: frozenset[Part] | None = None  # until a NIC or a number changes
 
     def follow(self, nics: Sequence[NicRules]) -> None:
         """Take in who is there now."""
         before = self._followed.sources
         went, came = self._followed.follow(nics)
+        if went or came:
+            self._all = None
         for key in went:
             kind = _kind(before[key])
             del self._kinds[kind][key]
@@ -48,6 +51,9 @@ class Roster:
 
     def parts(self, numbers: Mapping[tuple[str, ...], Numbers]) -> frozenset[Part]:
         """Return the parts of all; `numbers` by the groups of NICs."""
+        if self._all is not None and numbers == self._numbers:
+            return self._all
+        self._all = None
         for (own, _), same in self._kinds.items():
             if numbers[own] != self._numbers.get(own):
                 for key in same:
@@ -56,7 +62,8 @@ class Roster:
         nics = self._followed.sources
         for key in nics.keys() - self._parts.keys():
             self._parts[key] = _part(nics[key], *numbers[nics[key].groups])
-        return frozenset(self._parts.values())
+        self._all = frozenset(self._parts.values())
+        return self._all
 
 
 def _kind(nic: NicRules) -> Kind:
