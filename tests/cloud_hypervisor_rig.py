@@ -160,7 +160,7 @@ class World:
     def __init__(self, base: Path, stack: AsyncExitStack) -> None:
         self.base = base
         self.stack = stack
-        self.layout = Layout("chtest", run_root=base / "r", state_root=base / "s")
+        self.layout = Layout(Ids().instance(), run_root=base / "r", state_root=base / "s")
         self.provider = PlainProvider(self.layout)
         self.uid = self.layout.vmm_uid(0)
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from chv.common.errors import Internal
+from chv.common.errors import Internal, Unavailable
 from chv.vmm.cloud_hypervisor.line import Line
-from chv.vmm.cloud_hypervisor.refusals import refusal
+from chv.vmm.cloud_hypervisor.refusals import Refused, refusal
 
 READ_S_MAX = 5.0
 CHANGE_S_MAX = 5.0
@@ -59,8 +59,13 @@ class Api:
         return self._line.path
 
     async def ping(self) -> Ping:
-        """Ask who answers; works in every state."""
-        return _decoded(await self._ask("vmm.ping"), Ping)
+        """Ask who answers; works in every state but the last: a VMM that ends is Unavailable."""
+        ending: Refused | None = None
+        try:
+            return _decoded(await self._ask("vmm.ping"), Ping)
+        except Refused as error:
+            ending = error
+        raise Unavailable(f"{self.path}: {ending.message}") from ending
 
     async def info(self) -> Info:
         """Ask for state and configuration; NoVm where there is none."""
