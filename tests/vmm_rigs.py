@@ -1,4 +1,5 @@
-"""One VM under test for each kind of VMM: the in-process fake, the fake process, real QEMU.
+"""One VM under test for each kind of VMM: the in-process fake, the fake process, real QEMU,
+Cloud Hypervisor and its double.
 
 The guest of real QEMU is a boot sector that prints a line, heeds the power button and obeys
 single letters on the serial port, so that it is up in a fraction of a second.
@@ -35,6 +36,16 @@ from chv.vmm.in_process import InProcessVmms
 from chv.vmm.qemu.driver import QemuDriver
 from tests.helpers import wait_until
 
+KINDS = [
+    "in_process",
+    pytest.param("fake_process", marks=pytest.mark.root),
+    pytest.param("qemu", marks=pytest.mark.root),
+    pytest.param("cloud_hypervisor_double", marks=pytest.mark.root),
+    pytest.param("cloud_hypervisor", marks=pytest.mark.root),
+]
+# A developer's build that takes snapshots on every KVM stands in for the real one where needed.
+MOVING = [*KINDS, pytest.param("cloud_hypervisor_tolerant", marks=pytest.mark.root)]
+PROCESSES = ["fake_process", "qemu", "cloud_hypervisor_double", "cloud_hypervisor"]
 READY = b"chv-guest: ready"
 # 16-bit code at 0x7c00: enable PWRBTN in PM1_EN (0x602), print the text at the end to 0x3f8, then
 # for ever: echo a letter from 0x3f8 and obey it (i = ignore the button, c = cling to disks, l = let
@@ -91,6 +102,15 @@ class Rig(Protocol):
 
     async def start_backend(self) -> None:
         """Start the storage daemon on the same path."""
+
+    def save_to(self) -> Path:
+        """Return an empty directory that the VMM may write snapshots and dumps to."""
+
+    async def start_again(self, snapshot: Path) -> None:
+        """End the VMM and start another, from a snapshot."""
+
+    async def empty_twin(self) -> Rig:
+        """Return a rig whose VMM has no VM yet and may receive this one's."""
 
 
 class ProcessRig:
@@ -225,6 +245,18 @@ class ProcessRig:
         self.stack.push_async_callback(child.terminate, grace_s=0)
         return DiskConfig(id="spare", kind="vhost-user-blk", path=str(path))
 
+    def save_to(self) -> Path:
+        directory = self.base / "saved"
+        directory.mkdir(mode=0o700)
+        os.chown(directory, self.layout.vmm_uid(0), self.layout.vmm_uid(0))
+        return directory
+
+    async def start_again(self, snapshot: Path) -> None:
+        raise NotImplementedError(f"{self.driver.name} starts from no snapshot yet: {snapshot}")
+
+    async def empty_twin(self) -> Rig:
+        raise NotImplementedError(f"{self.driver.name} receives no VM yet")
+
     async def end_backend(self) -> None:
         if self.backend is not None and self.backend.returncode is None:
             await self.backend.terminate(grace_s=0)
@@ -285,6 +317,15 @@ class InProcessRig:
     async def start_backend(self) -> None:
         self.vmm.vm.disks["root"] = True
 
+    def save_to(self) -> Path:
+        return Path("/nowhere/saved")
+
+    async def start_again(self, snapshot: Path) -> None:
+        raise NotImplementedError(f"the fake starts from no snapshot yet: {snapshot}")
+
+    async def empty_twin(self) -> Rig:
+        raise NotImplementedError("the fake receives no VM yet")
+
 
 @contextmanager
 def open_directory() -> Iterator[Path]:
@@ -308,14 +349,22 @@ async def open_rig(kind: str) -> AsyncIterator[Rig]:
         pytest.skip("needs root: VMMs run under uids of their own")
     if kind == "qemu" and shutil.which("qemu-system-x86_64") is None:
         pytest.skip("qemu-system-x86_64 is not installed")
-    driver: VmmDriver = QemuDriver() if kind == "qemu" else FakeDriver()
-    assert (await driver.probe(None)).usable
     with open_directory() as base:
         async with AsyncExitStack() as stack:
-            rig = ProcessRig(driver, base, stack)
+            rig = await _process_rig(kind, base, stack)
             stack.push_async_callback(rig.end_backend)
             yield rig
-            await driver.close(rig.runtime_dir)
+            await rig.driver.close(rig.runtime_dir)
+
+
+async def _process_rig(kind: str, base: Path, stack: AsyncExitStack) -> ProcessRig:
+    if kind.startswith("cloud_hypervisor"):
+        from tests import cloud_hypervisor_rigs  # which is built on this module
+
+        return cloud_hypervisor_rigs.make(kind, base, stack)
+    driver: VmmDriver = QemuDriver() if kind == "qemu" else FakeDriver()
+    assert (await driver.probe(None)).usable
+    return ProcessRig(driver, base, stack)
 
 
 @contextmanager

@@ -369,11 +369,13 @@ class Machine:
                 self._drop_vm()
                 self.config = None
                 raise
+
+        def go(parcel: dict[str, Any]) -> None:
             if not parcel["state"]["paused"]:
                 self.resume()
 
         try:
-            migration.receive(migration.path_of(url, "receive"), ready, take)
+            migration.receive(migration.path_of(url, "receive"), ready, take, go)
         except Refusal:
             if begun:
                 self.events.vm("migration-receive-failed")

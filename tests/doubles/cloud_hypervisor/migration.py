@@ -42,8 +42,9 @@ class Sending:
         try:
             with socket.socket(socket.AF_UNIX) as channel:
                 channel.connect(path)
-                time.sleep(takes_s)
                 channel.sendall(json.dumps(parcel).encode() + b"\n")
+                time.sleep(takes_s)
+                channel.sendall(b"go\n")
                 self.accepted = channel.recv(3) == b"ok\n"
         except OSError:
             self.accepted = False
@@ -55,8 +56,16 @@ class Sending:
         os.close(self._ring)
 
 
-def receive(path: str, ready: Callable[[], None], take: Callable[[Parcel], None]) -> None:
-    """Wait for ever for a VM and `take` it; what that raises goes to the sender as a no."""
+def receive(
+    path: str,
+    ready: Callable[[], None],
+    take: Callable[[Parcel], None],
+    go: Callable[[Parcel], None],
+) -> None:
+    """Wait for ever for a VM, `take` it, and let it `go` when all of it is here.
+
+    What taking it raises goes to the sender as a no.
+    """
     listener = socket.socket(socket.AF_UNIX)
     with listener:
         try:
@@ -71,7 +80,11 @@ def receive(path: str, ready: Callable[[], None], take: Callable[[Parcel], None]
             try:
                 if not line:
                     raise Refusal("nothing came")
-                take(json.loads(line))
+                parcel = json.loads(line)
+                take(parcel)
+                if not lines.readline():
+                    raise Refusal("the sender has gone")
+                go(parcel)
             except Refusal as error:
                 channel.sendall(b"no\n")
                 raise Refusal(

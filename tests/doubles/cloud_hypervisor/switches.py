@@ -20,7 +20,7 @@ class Switches:
         default_factory=dict
     )  # {"vm.pause": seconds}, one call at a time
     crash: dict[str, int] = field(default_factory=dict)  # {"vm.boot": signal} in place of an answer
-    migration_s: float = 0.0  # how long a guest is under way
+    migration_s: float = 0.02  # how long a guest is under way
     kvm: bool = True  # False: no /dev/kvm that opens
 
     @property
