@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
+import anyio
+
 from chv.common.errors import ChvError, FailedPrecondition, NotFound
 from chv.common.wire.stord import (
     CloneMode,
@@ -21,6 +23,7 @@ from chv.stord.levels import Levels
 from chv.stord.looks import Look, Looks
 from chv.stord.records import Records, Snapshot, Volume, VolumeState
 
+LOOKS_PARALLEL = 16
 ON_SERVERS = (VolumeClass.NBD, VolumeClass.ISCSI, VolumeClass.RBD)
 
 
@@ -42,8 +45,26 @@ class Describer:
             self.looks.remember(row.volume_id, look)
         return self._told(row, look, created=created, live=live)
 
-    async def listed(self, row: Volume) -> VolumeInfo:
-        """Return it for a listing: as it was seen last where only a slow server could tell."""
+    async def listed(self) -> list[VolumeInfo]:
+        """Return all volumes; those that only a slow server could tell of as seen last."""
+        if self.looks is not None:
+            self.looks.keep(self._records.volumes)
+        ids = sorted(self._records.volumes)
+        found: dict[str, VolumeInfo] = {}
+        limiter = anyio.CapacityLimiter(LOOKS_PARALLEL)
+
+        async def describe(volume_id: str) -> None:
+            async with limiter:
+                row = self._records.volumes.get(volume_id)
+                if row is not None:
+                    found[volume_id] = await self._listed(row)
+
+        async with anyio.create_task_group() as describing:
+            for volume_id in ids:
+                describing.start_soon(describe, volume_id)
+        return [found[volume_id] for volume_id in ids if volume_id in found]
+
+    async def _listed(self, row: Volume) -> VolumeInfo:
         if self.looks is None or not self._may_be_slow(row):
             return await self.info(row)
         return self._told(row, await self.looks.recent(row.volume_id, partial(self._look_at, row)))

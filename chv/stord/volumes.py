@@ -46,7 +46,6 @@ from chv.stord.work import Parts
 
 log = logs.get(__name__)
 UNDO_TIMEOUT_S = 10.0
-LOOKS_PARALLEL = 16
 
 
 class Volumes:
@@ -380,22 +379,7 @@ class Volumes:
 
     async def listed(self) -> list[VolumeInfo]:
         """Return all volumes; those that only a slow server could tell of as seen last."""
-        if self.looks is not None:
-            self.looks.keep(self._records.volumes)
-        ids = sorted(self._records.volumes)
-        found: dict[str, VolumeInfo] = {}
-        limiter = anyio.CapacityLimiter(LOOKS_PARALLEL)
-
-        async def describe(volume_id: str) -> None:
-            async with limiter:
-                row = self._records.volumes.get(volume_id)
-                if row is not None:
-                    found[volume_id] = await self._describer.listed(row)
-
-        async with anyio.create_task_group() as describing:
-            for volume_id in ids:
-                describing.start_soon(describe, volume_id)
-        return [found[volume_id] for volume_id in ids if volume_id in found]
+        return await self._describer.listed()
 
     async def _put(self, row: Volume, **changes: object) -> None:
         current = self._records.volumes.get(row.volume_id, row)
