@@ -21,6 +21,7 @@ from chv.common.errors import (
     Unavailable,
     Unsupported,
 )
+from chv.common.ids import Ids
 from chv.common.process import landlock_abi, scan
 from chv.vmm.cloud_hypervisor import api, journal, probe, threads
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
@@ -226,6 +227,7 @@ async def test_what_this_vmm_cannot_do_is_unsupported(world: World) -> None:
     assert await vm.state() is VmmState.RUNNING
 
 
+@pytest.mark.slow
 async def test_a_guest_that_reboots_for_ever_fills_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,3 +303,35 @@ async def test_a_try_boot_tells_a_kvm_that_runs_no_stock_kernel_from_one_that_ru
     seen = await driver.probe(msgspec.structs.replace(guest, kernel=str(bad)))
     assert (seen.usable, seen.auto) == (False, False)
     assert "ended (1)" in seen.reason
+
+
+async def test_what_a_killed_vmm_left_is_not_in_the_way_of_the_next(world: World) -> None:
+    vm = await world.vm()
+    await vm.start()
+    vm.send(signal.SIGKILL)
+    await vm.gone()
+    assert vm.driver.serial_socket(vm.dir).exists()  # and nobody listens there
+    await vm.driver.close(vm.dir)
+    worker_id = world.layout.worker_id("vmm", vm.config.vm_id, Ids().nonce())
+    vm.config = msgspec.structs.replace(vm.config, worker_id=worker_id)
+    vm.serial = None
+    vm.heard.clear()
+    await world.spawn(vm)
+    assert await vm.state() is VmmState.EMPTY
+    await vm.start()
+    seen = await vm.driver.observe(vm.dir)
+    assert (seen.state, seen.reboots) == (VmmState.RUNNING, 0)
+
+
+@pytest.mark.slow
+async def test_twenty_vms_come_and_go_and_leave_nothing(world: World) -> None:
+    started = anyio.current_time()
+    for number in range(20):
+        vm = await world.vm(f"vm{number}")
+        await vm.start()
+        await vm.driver.quit(vm.dir)
+        await vm.gone()
+        assert not vm.driver.serial_socket(vm.dir).exists()
+    assert anyio.current_time() - started < 60
+    found = await anyio.to_thread.run_sync(scan, world.layout.worker_prefix)
+    assert found == []
