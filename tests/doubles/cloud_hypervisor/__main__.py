@@ -12,8 +12,8 @@ from tests.doubles.cloud_hypervisor.api import Api
 from tests.doubles.cloud_hypervisor.events import Events
 from tests.doubles.cloud_hypervisor.http import Server
 from tests.doubles.cloud_hypervisor.loop import Loop
-from tests.doubles.cloud_hypervisor.machine import Machine
 from tests.doubles.cloud_hypervisor.switches import Switches, switches
+from tests.doubles.cloud_hypervisor.travelling import TravellingMachine
 
 
 def _options(known: Switches) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def main() -> int:
         print("Error: Failed to open the hypervisor interface (is host support available?)")
         return 1
     loop, events = Loop(), _events(options.event_monitor)
-    machine = Machine(loop, events, known, stays=getattr(options, "no_shutdown", False))
+    machine = TravellingMachine(loop, events, known, stays=getattr(options, "no_shutdown", False))
     events.say("vmm", "starting")
     loop.after_each.append(events.flush)
     heard, bell = socket.socketpair()

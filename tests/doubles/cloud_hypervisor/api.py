@@ -10,10 +10,10 @@ from typing import Any
 
 from tests.doubles.cloud_hypervisor import shapes
 from tests.doubles.cloud_hypervisor.http import Request, response
-from tests.doubles.cloud_hypervisor.machine import NESTED, Machine
 from tests.doubles.cloud_hypervisor.refusal import BACKTRACE, Malformed, Refusal
 from tests.doubles.cloud_hypervisor.shapes import Shape
 from tests.doubles.cloud_hypervisor.switches import backtraces
+from tests.doubles.cloud_hypervisor.travelling import NESTED, TravellingMachine
 
 ROOT = "/api/v1/"
 GETS = {"vmm.ping": "", "vm.info": "The VM info is not available"}
@@ -54,7 +54,7 @@ CORE_DUMP = (shapes.SNAPSHOT, "The VM could not be coredumped")
 class Api:
     """Calls the machine, one request after the other."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: TravellingMachine) -> None:
         self._machine = machine
         self._switches = machine.switches
         self._decoder = shapes.Decoder(self._switches.major)
