@@ -82,7 +82,13 @@ class Tidings:
         self._bound()
 
     def _bound(self) -> None:
-        things = (self.links, self.ports, self.addresses, self.host_routes, self.host_addresses)
+        things: tuple[dict[Any, Any], ...] = (
+            self.links,
+            self.ports,
+            self.addresses,
+            self.host_routes,
+            self.host_addresses,
+        )
         if sum(map(len, things)) > THINGS_MAX:
             self.lost = True
             for each in things:
