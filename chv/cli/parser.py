@@ -222,7 +222,22 @@ def _node(commands: Sub[argparse.ArgumentParser]) -> None:
     down.add_argument("--timeout", default="2m")
     doctor = _add(commands, "doctor", "doctor:doctor", "Check this machine; say what to mend.")
     doctor.add_argument("--json", action="store_true")
+    _verify(commands)
     demo = _add(commands, "demo", "demo:demo", "A whole node with a VM in a sandbox, in seconds.")
     demo.add_argument("--keep", action="store_true", help="leave the node running")
     demo.add_argument("--json", action="store_true", help="one summary object as the last line")
     demo.add_argument("--verbose", action="store_true")
+
+
+def _verify(commands: Sub[argparse.ArgumentParser]) -> None:
+    text = "Prove node, network, volume or VM definition with a guest that tries them."
+    verify = _add(commands, "verify", "verify:verify", text)
+    verify.add_argument("kind", nargs="?", choices=["node", "network", "volume"])
+    verify.add_argument("name", nargs="?")
+    verify.add_argument(
+        "-f", "--file", action="append", metavar="FILE",
+        help="a VM definition: a copy of it with fresh volumes is tried",
+    )  # fmt: skip
+    verify.add_argument("--vmm", choices=["auto", "qemu", "cloud-hypervisor"], default="auto")
+    verify.add_argument("--json", action="store_true", help="one object with all checks")
+    _namespace(verify)

@@ -83,12 +83,16 @@ class DiskPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """One target: an address (or router, dns, server of the lease), or a name to be resolved."""
+    """One target: an address (or router, dns, server of the lease), or a name to be resolved.
+
+    `timeout_ms`: how long an answer is waited for, from this check on.
+    """
 
     kind: CheckKind
     target: str
     port: int | None = None
     must_fail: bool = False
+    timeout_ms: int | None = None
 
     def item(self) -> str:
         """Return the item of a list of checks."""
@@ -137,7 +141,11 @@ class NicPlan(msgspec.Struct, frozen=True, kw_only=True):
             yield f"lease={_number(self.lease_ms, 0, 3600_000, 'net.lease_ms')}"
         if self.timeout_ms is not None:
             yield f"timeout={_number(self.timeout_ms, 1, 3600_000, 'net.timeout_ms')}"
+        patience = self.timeout_ms
         for check in self.checks:
+            if check.timeout_ms not in (None, patience):
+                patience = check.timeout_ms
+                yield f"timeout={_number(patience or 0, 1, 3600_000, 'net.timeout_ms')}"
             yield check.item()
 
 
