@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from chv.nwd.kernel.link_events import (
     AddressNews,
