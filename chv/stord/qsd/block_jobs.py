@@ -150,8 +150,13 @@ async def is_on_top(monitor: Monitor, volume_id: str, number: int) -> bool:
 
 
 async def set_speed(monitor: Monitor, name: str, bps: int) -> None:
-    """Say how many bytes a second a job may copy; 0: as many as it can."""
-    await monitor.call("block-job-set-speed", {"device": name, "speed": bps})
+    """Say how many bytes a second a job may copy; 0: as many as it can. One that ended does not."""
+    try:
+        await monitor.call("block-job-set-speed", {"device": name, "speed": bps})
+    except ChvError:
+        job = await find(monitor, name)
+        if job is None or job.status != CONCLUDED:
+            raise
 
 
 async def size_bytes(monitor: Monitor, name: str) -> int:
