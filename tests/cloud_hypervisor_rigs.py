@@ -65,7 +65,7 @@ class CloudHypervisorRig(ProcessRig):
             accelerator="kvm",
             disks=disks,
             kernel=str(kernel),
-            cmdline="beat=0",
+            cmdline="beat=200",  # what a full socket holds back goes on with the next line
             runtime_dir=str(self.runtime_dir),
             save_dir=str(self.save_dir),
             cpus_max=4,

@@ -164,7 +164,7 @@ class Vmm:
     def config(self, **changes: Any) -> dict[str, Any]:
         """Return what a small VM with the probe in it is made of."""
         return {
-            "payload": {"kernel": str(PROBE), "cmdline": "beat=0"},
+            "payload": {"kernel": str(PROBE), "cmdline": "beat=200"},
             "cpus": {"boot_vcpus": 1, "max_vcpus": 1},
             "memory": {"size": 64 << 20, "shared": True},
             "serial": {"mode": "Socket", "socket": str(self.serial)},
