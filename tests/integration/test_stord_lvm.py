@@ -17,6 +17,7 @@ from pathlib import Path
 
 import anyio.to_thread
 import pytest
+from msgspec.structs import replace
 
 import chv
 from chv.common.config import StorageConfig
@@ -31,12 +32,17 @@ from chv.common.errors import (
 )
 from chv.common.layout import Layout
 from chv.common.wire import stord as wire
+from chv.stord import luks
 from chv.stord.backends import lvm_tools
 from chv.stord.backends.block import BlockBackend
 from chv.stord.backends.lvm import LvmBackend
+from tests.helpers import wait_until
+from tests.integration.class_places import made
 from tests.integration.host_guest import run_in_guest, virtiofsd
 from tests.integration.stord_classes_helpers import block, has, spec
-from tests.integration.stord_helpers import IDS, MIB
+from tests.integration.stord_helpers import IDS, MIB, Node, meta, open_node
+from tests.integration.test_stord_encryption import KEY, TEXT
+from tests.integration.vhost_client import VhostDisk
 
 DISK = os.environ.get("CHV_TEST_LVM_DISK", "")
 HERE = pytest.mark.skipif(not DISK, reason="runs in a guest: see the test that starts it")
@@ -47,8 +53,9 @@ UID = 1_999_999_991
 STORAGE = StorageConfig(volume_groups=[GROUP])
 # Nobody makes device nodes in the guest but LVM itself.
 LVM_ALONE = "activation { udev_sync = 0 udev_rules = 0 }"
-GUEST_TIMEOUT_S = 900.0  # an emulated one on a busy machine
-TESTS = 11
+MOVE_S = 240.0
+GUEST_TIMEOUT_S = 1200.0  # an emulated one on a busy machine
+TESTS = 13
 
 
 @pytest.mark.skipif(
@@ -285,3 +292,48 @@ async def test_what_is_left_is_that_of_pool_and_group(layout: Layout, backend: L
     assert before.free_bytes - after.free_bytes >= SIZE_BYTES - MIB
     assert group is not None
     assert 0 < group.free_bytes < group.total_bytes
+
+
+@HERE
+@pytest.mark.parametrize("pool", ["", POOL])
+async def test_a_locked_volume_with_an_image_is_served_and_moves_to_a_file_and_back(
+    group: None, pool: str
+) -> None:
+    volume, vm = IDS.uid(), IDS.uid()
+    allowed = f'volume_groups = ["{GROUP}"]\nproxy = "off"'
+    async with open_node(storage=allowed, start=False) as node:
+        node.add_key("default/disk", KEY)
+        await node.start()
+        key, source = wire.Encryption(key="default/disk"), node.image(TEXT * 8)
+        wanted = replace(lvm(pool=pool), source=source, encryption=key)
+        info = await made(node, volume, wanted)
+        assert (info.state, info.last_error) == ("open", "")
+        name = f"/dev/{GROUP}/{node.layout.external_name(volume)}"
+        with Path(name).open("rb") as device:
+            assert device.read(len(luks.MAGIC)) == luks.MAGIC
+
+        for target in (None, spec("file", SIZE_BYTES, encryption=key), lvm(pool=pool)):
+            if target is not None:
+                await moved(node, volume, replace(target, encryption=key))
+            attached = await node.attach(volume, vm)
+            with VhostDisk(Path(attached.export_path)) as disk:
+                assert disk.size_bytes >= SIZE_BYTES
+                assert disk.read(0, len(TEXT)) == TEXT
+            await node.detach(volume, vm)
+        await node.delete(volume)
+        assert not Path(name).exists()
+
+
+async def moved(node: Node, volume: str, target: wire.VolumeBackend) -> None:
+    """Move a volume; where all is emulated, keys are derived slowly."""
+    request = wire.MoveVolume(meta=meta(), volume_id=volume, backend=target)
+    async with node.client() as client:
+        job = await client.call(wire.MOVE_VOLUME, request)
+
+        async def ended() -> wire.JobInfo | None:
+            found = await client.call(wire.GET_JOB, wire.JobRef(job_id=job.job_id))
+            return None if found.state is wire.JobState.RUNNING else found
+
+        final = await wait_until(ended, timeout_s=MOVE_S)
+    assert final is not None
+    assert final.state is wire.JobState.DONE, final.error
