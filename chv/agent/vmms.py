@@ -179,7 +179,9 @@ class Vmms:
     async def create(self, vm: VmHandle, config: VmmConfig) -> None:
         """Make the VM in a VMM that was started without one."""
         driver, runtime_dir = self._driver(vm), self._layout.vmm(vm.uid)
-        async with self._taps(nic.id for nic in config.nics) as taps:
+        # A tap that was handed over at the start is held by the VMM: opening it again is refused.
+        given = driver.launch(config).nic_fds
+        async with self._taps(nic.id for nic in config.nics if nic.id not in given) as taps:
             await failpoint("agent.vmm.create.taps_open")
             await driver.create(runtime_dir, config, taps)
 
