@@ -19,7 +19,9 @@ BANNER_TIMEOUT_S = 5.0
 BANNER_BYTES_MAX = 255  # RFC 4253 4.2: identification string, CR and LF included
 SERIAL_LINES = 200
 # The tiny guest and the probe say `ready`; a general Linux says at last who may log in.
-BOOTED = re.compile(r"chv-guest: ready|@[0-9]+ ready |\blogin: *$|Reached target .*(Multi-User|Login)")
+BOOTED = re.compile(
+    r"chv-guest: ready|@[0-9]+ ready |\blogin: *$|Reached target .*(Multi-User|Login)"
+)
 
 
 class GuestProbe:

@@ -96,9 +96,9 @@ def test_raw_disk_of_a_vm_is_kept_through_deaths_of_its_workers_and_is_told(
         wait_for(lambda k=kind, o=set(old): set(node.workers(k)) - o, 20, f"another {kind}")  # type: ignore[misc]
         await_progress(node)
     node.kill("stord")
-    ((old, pid),) = node.workers("qsd").items()
+    ((name, pid),) = node.workers("qsd").items()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: set(node.workers("qsd")) - {old}, 30, "another storage daemon")
+    wait_for(lambda: set(node.workers("qsd")) - {name}, 30, "another storage daemon")
     await_progress(node)
 
     assert node.ssh("guest", "cat /tmp/bad", check=False).stdout == ""

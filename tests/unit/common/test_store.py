@@ -60,6 +60,12 @@ async def test_the_settings_are_the_durable_ones(path: Path) -> None:
             assert await store.read(partial(setting, pragma)) == value
 
 
+def put_half(db: Connection) -> None:
+    """Write something, then what is there already."""
+    put(db, "half", b"")
+    put(db, "noted", b"")
+
+
 async def test_a_note_waits_for_no_disk_and_the_write_after_it_does(path: Path) -> None:
     seen = []
 
@@ -71,7 +77,7 @@ async def test_a_note_waits_for_no_disk_and_the_write_after_it_does(path: Path) 
         await store.note(look)
         await store.write(look)
         with pytest.raises(Conflict):
-            await store.note(lambda db: (put(db, "half", b""), put(db, "noted", b"")))
+            await store.note(put_half)
         await store.write(look)
         assert await store.read(keys) == ["noted"]
     assert seen == [NORMAL, FULL, FULL]
