@@ -57,6 +57,7 @@ FAILPOINTS = (
     "stord.detach.after_remove",
     "stord.detach.after_stop",
     "stord.detach.after_unpublish",
+    "stord.fill.after_convert",
     "stord.fill.after_copy",
     "stord.fill.after_create",
     "stord.grow.after_intent",
