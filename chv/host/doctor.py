@@ -41,7 +41,16 @@ class Check(msgspec.Struct, frozen=True):
 
 def run_checks() -> list[Check]:
     """Look at everything; the order is the order to read in."""
-    checks: tuple[Callable[[], Check], ...] = (_root, _tun, _kvm, _nft, _netns, _memory, _space)
+    checks: tuple[Callable[[], Check], ...] = (
+        _root,
+        _tun,
+        _kvm,
+        _nft,
+        _netns,
+        _memory,
+        _space,
+        _requests,
+    )
     programs = [_program(name) for name in PROGRAMS]
     return [check() for check in checks] + programs + _forwarding() + _volume_classes()
 
@@ -98,6 +107,19 @@ def _space() -> Check:
     if free >= FREE_BYTES_MIN:
         return Check("space", "ok", f"{free >> 20} MiB free in {path}")
     return Check("space", "warning", f"only {free >> 20} MiB free in {path}", "make room")
+
+
+def _requests() -> Check:
+    """Beyond this limit of the whole host a VM's storage daemon opens no disk."""
+    found = storage_checks.requests()
+    message = (
+        f"the host's asynchronous requests are enough for {found.vms} VMs "
+        f"(fs.aio-max-nr={found.limit}, {found.taken} taken, "
+        f"{storage_checks.REQUESTS_PER_VM} for each VM with disks)"
+    )
+    if found.vms >= storage_checks.VMS_MIN:
+        return Check("storage-requests", "ok", message)
+    return Check("storage-requests", "warning", message, storage_checks.REQUESTS_REMEDY)
 
 
 def _program(name: str) -> Check:

@@ -1,4 +1,4 @@
-"""`chv doctor`: which classes of volumes this machine can serve, and the package of each.
+"""`chv doctor`: which classes of volumes this machine can serve, the package of each, how many VMs.
 
 A class that is not usable is worth knowing, not an error: a node needs none but `file`. Looks at
 programs, QEMU's modules and the kernel; changes and runs nothing.
@@ -15,6 +15,15 @@ import msgspec
 MODULE_DIRECTORIES = ("/usr/lib/*/qemu", "/usr/lib/qemu", "/usr/local/lib/*/qemu")
 MISC_DEVICES = Path("/proc/misc")
 DEVICE_MAPPER = "device-mapper"
+# Linux's limit of asynchronous requests, of the whole host, and what a storage daemon takes of it.
+LIMITS = Path("/proc/sys/fs")
+REQUESTS_PER_VM = 1024
+VMS_MIN = 200
+REQUESTS_MAX = 1 << 20
+REQUESTS_REMEDY = (
+    f"echo fs.aio-max-nr={REQUESTS_MAX} > /etc/sysctl.d/60-chv.conf "
+    "&& sysctl -p /etc/sysctl.d/60-chv.conf"
+)
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +53,24 @@ CLASSES = (
         module="block-rbd.so",
     ),
 )
+
+
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """The host's asynchronous requests: how many there may be, and are."""
+
+    limit: int
+    taken: int
+
+    @property
+    def vms(self) -> int:
+        """How many VMs there may be, those that run included."""
+        return self.limit // REQUESTS_PER_VM
+
+
+def requests() -> Requests:
+    """Return what the kernel says."""
+    limit, taken = (int((LIMITS / name).read_text()) for name in ("aio-max-nr", "aio-nr"))
+    return Requests(limit=limit, taken=taken)
 
 
 def missing(need: Need) -> list[str]:
