@@ -102,6 +102,7 @@ class VmmConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_max_bytes: int = 0  # the same of memory
     save_dir: str = ""  # the VMM's uid writes snapshots and dumps below it; empty: nowhere
     restore_dir: str = ""  # a snapshot to start from: the VM comes up PAUSED
+    incoming: bool = False  # it is to `receive` a VM of these devices
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +132,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     argv: tuple[str, ...]
     environment: dict[str, str] = {}
+    cwd: str = "/"
     nic_fds: dict[str, tuple[int, ...]] = {}
     listeners: dict[int, str] = {}
     appended: dict[int, str] = {}
@@ -161,15 +163,22 @@ class DriverProbe(msgspec.Struct, frozen=True, kw_only=True):
     auto: bool = True  # False: usable, but a VM must ask for it (no stock kernel came up)
     binary: str = ""  # absolute path of what was probed
     sha256: str = ""  # of that file
+    missing: tuple[str, ...] = ()  # instructions that stock kernels need and KVM does not run
 
 
 class ProbeGuest(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernel (and initramfs) for a try-boot, and a directory for its sockets."""
+    """The probe guest for a try-boot: its ELF, which must be readable for everybody.
+
+    `instructions`: all that it knows, in its order. `missing`: those of which another VMM has shown
+    that this KVM does not run them.
+    """
 
     kernel: str
-    initramfs: str
-    cmdline: str
-    work_dir: str
+    initramfs: str = ""
+    cmdline: str = ""
+    work_dir: str = ""
+    instructions: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 class VmmDriver(Protocol):

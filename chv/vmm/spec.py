@@ -1,8 +1,9 @@
-"""Translates a VmmConfig into the command line of QEMU (q35). Pure: no I/O, no clock, no state.
+"""Translates a VmmConfig into the command line of QEMU. Pure: no I/O, no clock, no state.
 
-Every text that reaches the command line passes `_plain` or a pattern here, and every value inside
-an option list has its commas doubled (QEMU's own escape), so that no name can become an option.
-Fails with InvalidArgument naming the field, or Unsupported for what q35 has no room for.
+Here are disks, NICs and the root ports that they sit behind; the rest of the machine is in
+`spec_machine`. Every text that reaches the command line passes `spec_text` or a pattern here, and
+every value inside an option list has its commas doubled, so that no name can become an option.
+Fails with InvalidArgument naming the field, or Unsupported for what a machine has no room for.
 """
 
 from __future__ import annotations
@@ -15,77 +16,68 @@ import msgspec
 
 from chv.common.errors import InvalidArgument, Unsupported
 from chv.common.layout import check_socket_path
+from chv.vmm import spec_text as text
 from chv.vmm.driver import DiskConfig, Launch, NicConfig, VmmConfig, nic_fds
+from chv.vmm.spec_machine import (
+    AGENT_SOCKET,
+    MICROVM,
+    MONITOR_SOCKET,
+    SERIAL_SOCKET,
+    machine_arguments,
+    machine_of,
+)
 
-MONITOR_SOCKET = "qmp.sock"
-SERIAL_SOCKET = "serial.sock"
-AGENT_SOCKET = "agent.sock"
-AGENT_PORT = "org.qemu.guest_agent.0"  # the name by which the agent in the guest finds it
 NIC_FD_FIRST = 10  # leaves 3..9 to whoever starts the process
-TCG_CACHE_MIB = 64  # the default grows to 1 GiB for each VM
 QUEUES_MAX = 16  # of a NIC
-CPUS_MAX = 255  # more need an interrupt remapping unit in the guest
 DEVICES_MAX = 20  # of the 32 slots of pcie.0, the chipset and our own devices need the rest
+MICROVM_DEVICES_MAX = 20  # of the 24 of virtio-mmio
 # Each NIC and vhost-user disk has a root port of its own, so that it can be unplugged.
 PORTS_SPARE = 8
 PORTS_MAX = 24
 PORTS_PER_SLOT = 8
 PORT_SLOT_FIRST = 0x18
-CMDLINE_BYTES_MAX = 2047  # COMMAND_LINE_SIZE of x86 Linux, less its terminator
-MIB = 1 << 20
 RECONNECT_MS_SINCE = (9, 2)  # before, reconnection is counted in whole seconds
 VHOST = "vhost-user-blk"
 VHOST_DEVICE = "vhost-user-blk-pci"
+VHOST_DEVICE_MMIO = "vhost-user-blk"
 DISK_PREFIX = "disk-"
 NIC_DEVICE = "virtio-net-pci"
+NIC_DEVICE_MMIO = "virtio-net-device"
 NIC_PREFIX = "nic-"
 PORT_PREFIX = "port-"
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
-_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_WORKER_ID = re.compile(r"chv(:[A-Za-z0-9_-]+){4}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-
-# The chipset's sleep states would leave a VM in a state that nothing here wakes it from.
-_FIXED = (
-    *("-nodefaults", "-no-user-config", "-no-shutdown", "-S"),
-    *("-display", "none"),
-    *("-action", "panic=pause"),
-    *("-msg", "timestamp=on"),
-    *("-rtc", "base=utc"),
-    *("-global", "ICH9-LPC.disable_s3=1"),
-    *("-global", "ICH9-LPC.disable_s4=1"),
-)
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
 
 def qemu_launch(
-    config: VmmConfig, *, binary: str, version: tuple[int, int], groups: tuple[int, ...] = ()
+    config: VmmConfig,
+    *,
+    binary: str,
+    version: tuple[int, int],
+    groups: tuple[int, ...] = (),
+    ports: int = 0,
 ) -> Launch:
-    """Return what to start. `version` (major, minor) picks between spellings of options."""
+    """Return what to start. `version` (major, minor) picks between spellings of options.
+
+    `ports`: how many root ports there must be, where a snapshot says so.
+    """
     _check(config)
-    argv = [
-        binary,
-        *_identity(config),
-        *_FIXED,
-        *_machine(config),
-        *_payload(config),
-        *_own_devices(config.runtime_dir),
-    ]
-    on_port = [nic.id for nic in config.nics if nic.on_port]
-    argv += _ports(len(on_port) + _vhost_count(config.disks))
-    # NICs first: where a guest finds them does not depend on how many disks there are.
-    places = {nic_id: f",bus={port(number)}" for number, nic_id in enumerate(on_port)}
-    taken = len(on_port)
-    for index, disk in enumerate(config.disks):
-        argv += _disk(disk, version, f"disks[{index}]", port(taken))
-        taken += disk.kind == VHOST
-    fds = nic_fds(config.nics, NIC_FD_FIRST)
-    for nic in config.nics:
-        argv += _nic(nic, fds[nic.id], places.get(nic.id, ""))
-    argv += ["-sandbox", _SANDBOX]
-    return Launch(argv=tuple(argv), nic_fds=fds, groups=groups)
+    argv = [binary, *machine_arguments(config)]
+    if machine_of(config) == MICROVM:
+        started: Sequence[NicConfig] = config.nics
+        devices = _mmio_devices(config, version)
+    else:
+        devices, started = _pci_devices(config, version, ports)
+    sandbox = ("-sandbox", _SANDBOX)
+    fds = nic_fds(started, NIC_FD_FIRST)
+    return Launch(argv=(*argv, *devices, *sandbox), nic_fds=fds, groups=groups)
+
+
+def is_awaited(config: VmmConfig) -> bool:
+    """Tell whether the VM comes from elsewhere, and what is behind ports with it."""
+    return config.incoming or bool(config.restore_dir)
 
 
 def disk_chardev(disk_id: str) -> str:
@@ -144,10 +136,10 @@ def port(number: int) -> str:
 
 def disk_connection(disk: DiskConfig, version: tuple[int, int]) -> dict[str, object]:
     """Return the arguments of `chardev-add` for a disk that is plugged later."""
-    _match(_ID, disk.id, "disk.id")
+    text.match(_ID, disk.id, "disk.id")
     if disk.kind != VHOST:
         raise InvalidArgument(f"{disk.kind!r} cannot be plugged later", field="disk.kind")
-    path = str(check_socket_path(Path(_path(disk.path, "disk.path"))))
+    path = str(check_socket_path(Path(text.absolute(disk.path, "disk.path"))))
     again, every = _reconnect(version)
     data = {"addr": {"type": "unix", "data": {"path": path}}, "server": False, again: every}
     return {"id": disk_chardev(disk.id), "backend": {"type": "socket", "data": data}}
@@ -171,114 +163,75 @@ def monitor_socket(runtime_dir: Path) -> Path:
     return runtime_dir / MONITOR_SOCKET
 
 
+def serial_socket(runtime_dir: Path) -> Path:
+    """Return where QEMU serves the serial console."""
+    return runtime_dir / SERIAL_SOCKET
+
+
 def agent_socket(runtime_dir: Path) -> Path:
     """Return where QEMU serves the line to the guest agent."""
     return runtime_dir / AGENT_SOCKET
 
 
 def _check(config: VmmConfig) -> None:
-    _match(_WORKER_ID, config.worker_id, "worker_id")
-    _match(_UUID, config.uuid, "uuid")
-    _plain(config.name, "name")
-    if not 1 <= config.cpus <= CPUS_MAX:
-        raise InvalidArgument(f"{config.cpus} is not in 1..{CPUS_MAX}", field="cpus")
-    if config.memory_bytes <= 0:
-        raise InvalidArgument(f"{config.memory_bytes} is not a size", field="memory_bytes")
-    if config.accelerator not in ("kvm", "tcg"):
-        raise InvalidArgument(f"{config.accelerator!r} is not kvm or tcg", field="accelerator")
+    text.distinct([disk.id for disk in config.disks], "disks")
+    text.distinct([nic.id for nic in config.nics], "nics")
     served = _vhost_count(config.disks)
     on_port = sum(nic.on_port for nic in config.nics)
+    if machine_of(config) == MICROVM:
+        if len(config.disks) + len(config.nics) > MICROVM_DEVICES_MAX:
+            raise Unsupported(f"more than {MICROVM_DEVICES_MAX} disks and NICs", field="disks")
+        return
     if served + on_port > PORTS_MAX:
         raise Unsupported(f"more than {PORTS_MAX} NICs and disks of volumes", field="disks")
     if len(config.disks) - served + len(config.nics) - on_port > DEVICES_MAX:
         raise Unsupported(f"more than {DEVICES_MAX} file disks and NICs", field="disks")
-    _distinct([disk.id for disk in config.disks], "disks")
-    _distinct([nic.id for nic in config.nics], "nics")
-
-
-def _identity(config: VmmConfig) -> list[str]:
-    # The worker id is what tells our process from any other; the guest does not see it.
-    return [
-        "-name",
-        f"guest={config.worker_id},process=chv-{_option(config.name[:11])},debug-threads=on",
-        "-uuid",
-        config.uuid,
-    ]
-
-
-def _machine(config: VmmConfig) -> list[str]:
-    mebibytes = -(-config.memory_bytes // MIB)  # rounded up: QEMU wants whole pages
-    if config.accelerator == "kvm":
-        accelerator, cpu = "kvm", "host"
-    else:
-        # Five-level page tables only slow the emulated walk down.
-        accelerator, cpu = f"tcg,tb-size={TCG_CACHE_MIB}", "max,la57=off"
-    return [
-        "-machine",
-        "q35,memory-backend=mem,vmport=off,dump-guest-core=off",
-        "-accel",
-        accelerator,
-        "-cpu",
-        cpu,
-        "-smp",
-        f"cpus={config.cpus},sockets=1,cores={config.cpus},threads=1",
-        "-m",
-        f"size={mebibytes}M",
-        # vhost-user back ends map the guest's memory, hence shared.
-        "-object",
-        f"memory-backend-memfd,id=mem,size={mebibytes}M,share=on",
-    ]
-
-
-def _payload(config: VmmConfig) -> list[str]:
-    if not config.kernel:
-        if config.initramfs or config.cmdline:
-            raise InvalidArgument("initramfs and cmdline need a kernel", field="kernel")
-        return ["-boot", "strict=on"]
-    argv = ["-kernel", _path(config.kernel, "kernel")]
-    if config.initramfs:
-        argv += ["-initrd", _path(config.initramfs, "initramfs")]
-    if len(config.cmdline.encode()) > CMDLINE_BYTES_MAX:
-        raise InvalidArgument(f"longer than {CMDLINE_BYTES_MAX} bytes", field="cmdline")
-    return [*argv, "-append", _plain(config.cmdline, "cmdline")]
-
-
-def _own_devices(runtime_dir: str) -> list[str]:
-    base = Path(_path(runtime_dir, "runtime_dir"))
-    return [
-        *_server("monitor", monitor_socket(base)),
-        "-mon",
-        "chardev=monitor,mode=control",
-        *_server("serial0", base / SERIAL_SOCKET),
-        "-serial",
-        "chardev:serial0",
-        "-object",
-        "rng-builtin,id=rng",
-        "-device",
-        "virtio-rng-pci,rng=rng",
-        *_server("agent", agent_socket(base)),
-        "-device",
-        "virtio-serial-pci,id=lines,max_ports=2",
-        "-device",
-        f"virtserialport,bus=lines.0,chardev=agent,name={AGENT_PORT}",
-        "-device",
-        "pvpanic",
-    ]
-
-
-def _server(identifier: str, path: Path) -> list[str]:
-    where = _option(str(check_socket_path(path)))
-    return ["-chardev", f"socket,id={identifier},path={where},server=on,wait=off"]
 
 
 def _vhost_count(disks: Sequence[DiskConfig]) -> int:
     return sum(disk.kind == VHOST for disk in disks)
 
 
-def _ports(taken: int) -> list[str]:
+def _pci_devices(
+    config: VmmConfig, version: tuple[int, int], ports: int
+) -> tuple[list[str], Sequence[NicConfig]]:
+    """Root ports and what is there from the start, and which NICs that are."""
+    on_port = [nic.id for nic in config.nics if nic.on_port]
+    argv = _ports(ports or len(on_port) + _vhost_count(config.disks) + PORTS_SPARE)
+    nics: Sequence[NicConfig] = config.nics
+    disks: Sequence[DiskConfig] = config.disks
+    if is_awaited(config):  # these are plugged where they were, before the VM comes
+        nics = tuple(nic for nic in nics if not nic.on_port)
+        disks = tuple(disk for disk in disks if disk.kind != VHOST)
+    # NICs first: where a guest finds them does not depend on how many disks there are.
+    places = {nic_id: f",bus={port(number)}" for number, nic_id in enumerate(on_port)}
+    taken = len(on_port)
+    for index, disk in enumerate(disks):
+        argv += _disk(disk, version, f"disks[{index}]", port(taken))
+        taken += disk.kind == VHOST
+    fds = nic_fds(nics, NIC_FD_FIRST)
+    for nic in nics:
+        # No option ROM: network boot is not offered, and Debian 13 may not have the file.
+        many = f",mq=on,vectors={_vectors(nic)}" if nic.queues > 1 else ""
+        place = f",romfile={many}{places.get(nic.id, '')}"
+        argv += _nic(nic, fds[nic.id], NIC_DEVICE, place)
+    return argv, nics
+
+
+def _mmio_devices(config: VmmConfig, version: tuple[int, int]) -> list[str]:
+    argv = []
+    for index, disk in enumerate(config.disks):
+        argv += _disk(disk, version, f"disks[{index}]", "")
+    fds = nic_fds(config.nics, NIC_FD_FIRST)
+    for nic in config.nics:
+        argv += _nic(nic, fds[nic.id], NIC_DEVICE_MMIO, ",mq=on" if nic.queues > 1 else "")
+    return argv
+
+
+def _ports(wanted: int) -> list[str]:
     """Root ports, eight to a slot. They have no I/O ports to give: those of x86 would run out."""
     argv = []
-    for number in range(min(PORTS_MAX, taken + PORTS_SPARE)):
+    for number in range(min(PORTS_MAX, wanted)):
         slot, function = divmod(number, PORTS_PER_SLOT)
         multi = ",multifunction=on" if function == 0 else ""
         argv += [
@@ -294,11 +247,14 @@ def _reconnect(version: tuple[int, int]) -> tuple[str, int]:
 
 
 def _disk(disk: DiskConfig, version: tuple[int, int], field: str, port_id: str) -> list[str]:
-    _match(_ID, disk.id, f"{field}.id")
-    path = _path(disk.path, f"{field}.path")
+    """A disk behind a port if it is served; without one where there is no PCI."""
+    text.match(_ID, disk.id, f"{field}.id")
+    path = text.absolute(disk.path, f"{field}.path")
     boot = f",bootindex={disk.boot_index}" if disk.boot_index > 0 else ""
     if disk.kind == VHOST:
-        return _vhost_disk(disk.id, path, version, f",bus={port_id}{boot}")
+        place = f",bus={port_id}{boot}" if port_id else boot
+        device = VHOST_DEVICE if port_id else VHOST_DEVICE_MMIO
+        return _vhost_disk(disk.id, path, version, device, place)
     if disk.kind != "file":
         raise InvalidArgument(f"{disk.kind!r} is not vhost-user-blk or file", field=f"{field}.kind")
     if not disk.read_only:
@@ -313,29 +269,32 @@ def _disk(disk: DiskConfig, version: tuple[int, int], field: str, port_id: str) 
         "read-only": True,
         "file": {"driver": "file", "filename": path},
     }
+    device = "virtio-blk-pci" if port_id else "virtio-blk-device"
     return [
         "-blockdev",
         msgspec.json.encode(node).decode(),
         "-device",
-        f"virtio-blk-pci,id=disk-{disk.id},drive={node['node-name']}{boot}",
+        f"{device},id={disk_device(disk.id)},drive={node['node-name']}{boot}",
     ]
 
 
-def _vhost_disk(disk_id: str, path: str, version: tuple[int, int], place: str) -> list[str]:
+def _vhost_disk(
+    disk_id: str, path: str, version: tuple[int, int], device: str, place: str
+) -> list[str]:
     chardev = disk_chardev(disk_id)
     again, every = _reconnect(version)
-    where = _option(str(check_socket_path(Path(path))))
+    where = text.option(str(check_socket_path(Path(path))))
     return [
         "-chardev",
         f"socket,id={chardev},path={where},{again}={every}",
         "-device",
-        f"{VHOST_DEVICE},id={disk_device(disk_id)},chardev={chardev},num-queues=1{place}",
+        f"{device},id={disk_device(disk_id)},chardev={chardev},num-queues=1{place}",
     ]
 
 
 def _check_nic(nic: NicConfig) -> None:
-    _match(_ID, nic.id, "nics.id")
-    _match(_MAC, nic.mac, "nics.mac")
+    text.match(_ID, nic.id, "nics.id")
+    text.match(_MAC, nic.mac, "nics.mac")
     if not 1 <= nic.queues <= QUEUES_MAX:
         raise InvalidArgument(f"{nic.queues} queues are not 1 to {QUEUES_MAX}", field="nics.queues")
 
@@ -345,44 +304,15 @@ def _vectors(nic: NicConfig) -> int:
     return 2 * nic.queues + 2
 
 
-def _nic(nic: NicConfig, fds: Sequence[int], place: str) -> list[str]:
+def _nic(nic: NicConfig, fds: Sequence[int], device: str, place: str) -> list[str]:
     _check_nic(nic)
-    taps, device = f"fd={fds[0]}", ""
+    taps = f"fd={fds[0]}"
     if nic.queues > 1:
         taps = f"fds={':'.join(str(fd) for fd in fds)}"
-        device = f",mq=on,vectors={_vectors(nic)}"
-    # No option ROM: network boot is not offered, and Debian 13 may not have the file.
     return [
         "-netdev",
         f"tap,id={nic_backend(nic.id)},{taps},vhost=off",
         "-device",
-        f"{NIC_DEVICE},id={nic_device(nic.id)},netdev={nic_backend(nic.id)},mac={nic.mac}"
-        f",host_mtu={int(nic.mtu)},romfile={device}{place}",
+        f"{device},id={nic_device(nic.id)},netdev={nic_backend(nic.id)},mac={nic.mac}"
+        f",host_mtu={int(nic.mtu)}{place}",
     ]
-
-
-def _option(value: str) -> str:
-    return value.replace(",", ",,")
-
-
-def _plain(value: str, field: str) -> str:
-    if _CONTROL.search(value):
-        raise InvalidArgument(f"{value!r} has a control character", field=field)
-    return value
-
-
-def _path(value: str, field: str) -> str:
-    if not value.startswith("/"):
-        raise InvalidArgument(f"{value!r} is not an absolute path", field=field)
-    return _plain(value, field)
-
-
-def _match(pattern: re.Pattern[str], value: str, field: str) -> None:
-    if not pattern.fullmatch(value):
-        raise InvalidArgument(f"{value!r} does not match {pattern.pattern}", field=field)
-
-
-def _distinct(ids: Sequence[str], field: str) -> None:
-    for identifier in ids:
-        if ids.count(identifier) > 1:
-            raise InvalidArgument(f"id {identifier!r} is used twice", field=field)

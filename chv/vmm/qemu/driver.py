@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
+import msgspec
 
-from chv.common.errors import DeadlineExceeded, FailedPrecondition, OutcomeUnknown
+from chv.common.errors import DeadlineExceeded, OutcomeUnknown
 from chv.vmm import spec
 from chv.vmm.driver import (
+    Counters,
     DiskConfig,
     DriverProbe,
     Feature,
@@ -24,25 +26,31 @@ from chv.vmm.driver import (
     NicConfig,
     PluggedDisk,
     ProbeGuest,
+    Sizes,
     VmmConfig,
     VmmObservation,
     VmmState,
 )
+from chv.vmm.kvm import KvmAccess, kvm_access
 from chv.vmm.limited import Limited
-from chv.vmm.qemu import guest_agent, hotplug, hotplug_nics, probe
+from chv.vmm.qemu import (
+    counting,
+    guest_agent,
+    handover,
+    hotplug,
+    hotplug_nics,
+    layout,
+    machine,
+    probe,
+    saving,
+    sizes,
+)
 from chv.vmm.qemu.qmp import Monitor, MonitorLost
 
 DISKS_S_MAX = 30.0
 DISKS_POLL_S = 0.02
 
-_STATES = {
-    "prelaunch": VmmState.CREATED,
-    "running": VmmState.RUNNING,
-    "paused": VmmState.PAUSED,
-    "io-error": VmmState.PAUSED,
-    "shutdown": VmmState.SHUTDOWN,
-    "guest-panicked": VmmState.PANICKED,
-}
+_FEATURES = frozenset(Feature)
 
 
 class QemuDriver(Limited):
@@ -67,19 +75,43 @@ class QemuDriver(Limited):
         self._version = probe.parse_version(result.version) or self._version
 
     def features(self) -> frozenset[Feature]:
-        """Return what it can do."""
-        return frozenset({Feature.GUEST_AGENT})
+        """Return what it can do; each call says itself where a machine or an accelerator cannot."""
+        return _FEATURES
 
     def launch(self, config: VmmConfig) -> Launch:
-        """Return what to start."""
-        groups = probe.kvm_groups() if config.accelerator == "kvm" else ()
-        return spec.qemu_launch(config, binary=self._binary, version=self._version, groups=groups)
+        """Return what to start; one that starts from a snapshot has the sizes of that."""
+        access = kvm_access() if config.accelerator == "kvm" else KvmAccess()
+        ports = 0
+        if config.restore_dir:
+            saved = layout.read(Path(config.restore_dir))
+            layout.check_devices(config, saved)
+            config, ports = layout.as_saved(config, saved), saved.ports
+        launch = spec.qemu_launch(
+            config,
+            binary=config.binary or self._binary,
+            version=self._version,
+            groups=access.groups,
+            ports=ports,
+        )
+        return msgspec.structs.replace(launch, private_kvm=access.private)
+
+    async def create(
+        self, runtime_dir: Path, config: VmmConfig, nic_fds: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Fill a QEMU that waits with a snapshot; all others were given their VM by `launch`."""
+        monitor = self._monitor(runtime_dir)
+        if config.restore_dir and await machine.state(monitor) is VmmState.EMPTY:
+            await saving.restore(monitor, config, nic_fds, self._version)
 
     async def observe(self, runtime_dir: Path) -> VmmObservation:
-        """Ask QEMU for the state."""
+        """Ask QEMU for the state.
+
+        Reboots are not counted: its firmware reboots by itself after a reset, which QEMU announces
+        as it does a reboot by the guest.
+        """
         monitor = self._monitor(runtime_dir)
-        status = await _status(monitor)
-        state = _STATES.get(status, VmmState.UNKNOWN)
+        status = await machine.status(monitor)
+        state = machine.state_of(status)
         reason = monitor.shutdown_reason if state is VmmState.SHUTDOWN else ""
         return VmmObservation(
             state=state,
@@ -102,39 +134,39 @@ class QemuDriver(Limited):
 
     async def _run(self, runtime_dir: Path, verb: str, *allowed: VmmState) -> None:
         monitor = self._monitor(runtime_dir)
-        state = await _state(monitor)
+        state = await machine.state(monitor)
         if state is VmmState.RUNNING:
             return
-        _require(verb, state, *allowed)
+        machine.require(verb, state, *allowed)
         await monitor.tell("cont")
-        if await _state(monitor) in allowed:
+        if await machine.state(monitor) in allowed:
             raise OutcomeUnknown(f"{verb}: the vCPUs do not run after cont")
 
     async def pause(self, runtime_dir: Path) -> None:
         """Stop the vCPUs."""
         monitor = self._monitor(runtime_dir)
-        state = await _state(monitor)
+        state = await machine.state(monitor)
         if state is VmmState.PAUSED:
             return
-        _require("pause", state, VmmState.RUNNING)
+        machine.require("pause", state, VmmState.RUNNING)
         await monitor.tell("stop")
-        _require("pause", await _state(monitor), VmmState.PAUSED)
+        machine.require("pause", await machine.state(monitor), VmmState.PAUSED)
 
     async def reset(self, runtime_dir: Path) -> None:
         """Hard reset; where the vCPUs stand, they keep standing and the VM is created again."""
         monitor = self._monitor(runtime_dir)
-        running = await _state(monitor) is VmmState.RUNNING
+        running = await machine.state(monitor) is VmmState.RUNNING
         await monitor.tell_until("system_reset", "RESET")
         if not running:
-            _require("reset", await _state(monitor), VmmState.CREATED)
+            machine.require("reset", await machine.state(monitor), VmmState.CREATED)
 
     async def power_button(self, runtime_dir: Path) -> None:
         """Press the ACPI power button once; no effect on a VM that is off already."""
         monitor = self._monitor(runtime_dir)
-        state = await _state(monitor)
+        state = await machine.state(monitor)
         if state is VmmState.SHUTDOWN:
             return
-        _require("power button", state, VmmState.RUNNING)
+        machine.require("power button", state, VmmState.RUNNING)
         await monitor.tell("system_powerdown")
 
     async def quit(self, runtime_dir: Path) -> None:
@@ -158,13 +190,16 @@ class QemuDriver(Limited):
 
     async def add_disk(self, runtime_dir: Path, disk: DiskConfig) -> None:
         """Plug a disk."""
-        await hotplug.add(self._monitor(runtime_dir), disk, self._version)
+        monitor = self._monitor(runtime_dir)
+        await machine.require_ports(monitor, "take up a disk")
+        await hotplug.add(monitor, disk, self._version)
 
     async def remove_disk(self, runtime_dir: Path, disk_id: str) -> None:
         """Unplug a disk, with the guest's help."""
         monitor = self._monitor(runtime_dir)
         if disk_id in {disk.id for disk in await hotplug.disks(monitor)}:
-            _require("remove disk", await _state(monitor), VmmState.RUNNING)
+            await machine.require_ports(monitor, "let go of a disk")
+            machine.require("remove disk", await machine.state(monitor), VmmState.RUNNING)
         await hotplug.remove(monitor, disk_id)
 
     async def nics(self, runtime_dir: Path) -> tuple[str, ...]:
@@ -173,7 +208,9 @@ class QemuDriver(Limited):
 
     async def add_nic(self, runtime_dir: Path, nic: NicConfig, fds: Sequence[int]) -> None:
         """Plug a NIC."""
-        await hotplug_nics.add(self._monitor(runtime_dir), nic, fds)
+        monitor = self._monitor(runtime_dir)
+        await machine.require_ports(monitor, "take up a NIC")
+        await hotplug_nics.add(monitor, nic, fds)
 
     async def drop_nic(self, runtime_dir: Path, nic_id: str) -> None:
         """Close what QEMU may hold of a tap that belongs to no device."""
@@ -183,8 +220,54 @@ class QemuDriver(Limited):
         """Unplug a NIC, with the guest's help."""
         monitor = self._monitor(runtime_dir)
         if nic_id in await hotplug_nics.nics(monitor):
-            _require("remove NIC", await _state(monitor), VmmState.RUNNING)
+            await machine.require_ports(monitor, "let go of a NIC")
+            machine.require("remove NIC", await machine.state(monitor), VmmState.RUNNING)
         await hotplug_nics.remove(monitor, nic_id)
+
+    async def sizes(self, runtime_dir: Path) -> Sizes:
+        """Ask for CPUs and memory."""
+        return await sizes.sizes(self._monitor(runtime_dir))
+
+    async def set_cpus(self, runtime_dir: Path, cpus: int) -> None:
+        """Change the number of CPUs; fewer only with KVM."""
+        await sizes.set_cpus(self._monitor(runtime_dir), cpus)
+
+    async def set_memory(self, runtime_dir: Path, memory_bytes: int) -> None:
+        """Give the VM more memory."""
+        await sizes.set_memory(self._monitor(runtime_dir), memory_bytes)
+
+    async def snapshot(self, runtime_dir: Path, directory: Path) -> None:
+        """Save a paused VM, once in each pause."""
+        await saving.snapshot(self._monitor(runtime_dir), directory)
+
+    async def receive(
+        self,
+        runtime_dir: Path,
+        config: VmmConfig,
+        nic_fds: Mapping[str, Sequence[int]],
+        socket: Path,
+    ) -> None:
+        """Wait for a VM on a Unix socket that is ours, not QEMU's."""
+        await handover.receive(self._monitor(runtime_dir), config, nic_fds, socket, self._version)
+
+    async def send(self, runtime_dir: Path, socket: Path) -> None:
+        """Hand the VM over, and end QEMU."""
+        await handover.send(self._monitor(runtime_dir), socket)
+        await self.close(runtime_dir)
+
+    async def counters(self, runtime_dir: Path) -> Counters:
+        """Ask for what QEMU counts: the disks that it serves itself."""
+        return await counting.counters(self._monitor(runtime_dir))
+
+    async def core_dump(self, runtime_dir: Path, path: Path) -> None:
+        """Write the guest's memory."""
+        await saving.core_dump(self._monitor(runtime_dir), path)
+
+    async def nmi(self, runtime_dir: Path) -> None:
+        """Inject an NMI."""
+        monitor = self._monitor(runtime_dir)
+        machine.require("NMI", await machine.state(monitor), VmmState.RUNNING)
+        await monitor.tell("inject-nmi")
 
     async def ping_guest(self, runtime_dir: Path) -> None:
         """Ask the guest agent whether it is there."""
@@ -204,7 +287,7 @@ class QemuDriver(Limited):
 
     def serial_socket(self, runtime_dir: Path) -> Path:
         """Return the socket of the serial console."""
-        return runtime_dir / spec.SERIAL_SOCKET
+        return spec.serial_socket(runtime_dir)
 
     async def close(self, runtime_dir: Path) -> None:
         """Drop the cached connection."""
@@ -217,17 +300,3 @@ class QemuDriver(Limited):
         if found is None:
             found = self._monitors[runtime_dir] = Monitor(spec.monitor_socket(runtime_dir))
         return found
-
-
-async def _status(monitor: Monitor) -> str:
-    answer = await monitor.ask("query-status")
-    return str(answer["status"])
-
-
-async def _state(monitor: Monitor) -> VmmState:
-    return _STATES.get(await _status(monitor), VmmState.UNKNOWN)
-
-
-def _require(verb: str, state: VmmState, *allowed: VmmState) -> None:
-    if state not in allowed:
-        raise FailedPrecondition(f"{verb}: the VM is {state}, not {' or '.join(allowed)}")

@@ -61,7 +61,7 @@ async def disks(monitor: Monitor) -> tuple[PluggedDisk, ...]:
     found = sorted(
         name.removeprefix(spec.DISK_PREFIX)
         for name, kind in known.items()
-        if kind == spec.VHOST_DEVICE
+        if kind in (spec.VHOST_DEVICE, spec.VHOST_DEVICE_MMIO)
     )
     return tuple(
         PluggedDisk(id=disk_id, connected=up.get(spec.disk_chardev(disk_id), False))
@@ -69,12 +69,12 @@ async def disks(monitor: Monitor) -> tuple[PluggedDisk, ...]:
     )
 
 
-async def add(monitor: Monitor, disk: DiskConfig, version: tuple[int, int]) -> None:
-    """Plug a disk into a free root port."""
+async def add(monitor: Monitor, disk: DiskConfig, version: tuple[int, int], port: str = "") -> None:
+    """Plug a disk into a root port, a free one if none is named."""
     known = await devices(monitor)
     if spec.disk_device(disk.id) in known:
         return
-    port = await free_port(monitor, known)
+    port = port or await free_port(monitor, known)
     await _drop_chardev(monitor, disk.id)  # of an attempt that was cut short, perhaps elsewhere
     await monitor.tell("chardev-add", spec.disk_connection(disk, version))
     refusal: ChvError | None = None
@@ -132,18 +132,24 @@ async def devices(monitor: Monitor) -> dict[str, str]:
 
 async def free_port(monitor: Monitor, known: dict[str, str]) -> str:
     """Return the first root port behind which nothing sits."""
-    taken = set()
-    for name, kind in known.items():
-        if kind in (spec.VHOST_DEVICE, spec.NIC_DEVICE):
-            place = {"path": f"{PERIPHERAL}/{name}", "property": "parent_bus"}
-            bus: str = await monitor.ask("qom-get", place)
-            taken.add(bus.rpartition("/")[2])
+    taken = set((await places(monitor, known)).values())
     free = [name for name, kind in known.items() if kind == "pcie-root-port" and name not in taken]
     if not free:
         raise ResourceExhausted(
             "the VM has no free port for another device", hint="a restart gives it new ones"
         )
     return min(free, key=lambda name: int(name.removeprefix(spec.PORT_PREFIX)))
+
+
+async def places(monitor: Monitor, known: dict[str, str]) -> dict[str, str]:
+    """Return behind which bus each disk and NIC of `known` sits."""
+    found = {}
+    for name, kind in known.items():
+        if kind in (spec.VHOST_DEVICE, spec.NIC_DEVICE):
+            place = {"path": f"{PERIPHERAL}/{name}", "property": "parent_bus"}
+            bus: str = await monitor.ask("qom-get", place)
+            found[name] = bus.rpartition("/")[2]
+    return found
 
 
 async def _await_connection(monitor: Monitor, disk: DiskConfig) -> None:

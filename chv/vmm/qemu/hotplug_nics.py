@@ -25,19 +25,19 @@ async def nics(monitor: Monitor) -> tuple[str, ...]:
         sorted(
             name.removeprefix(spec.NIC_PREFIX)
             for name, kind in known.items()
-            if kind == spec.NIC_DEVICE
+            if kind in (spec.NIC_DEVICE, spec.NIC_DEVICE_MMIO)
         )
     )
 
 
-async def add(monitor: Monitor, nic: NicConfig, fds: Sequence[int]) -> None:
-    """Plug a NIC into a free root port."""
+async def add(monitor: Monitor, nic: NicConfig, fds: Sequence[int], port: str = "") -> None:
+    """Plug a NIC into a root port, a free one if none is named."""
     if len(fds) != nic.queues:
         raise InvalidArgument(f"{len(fds)} descriptors for {nic.queues} queues", field="fds")
     known = await hotplug.devices(monitor)
     if spec.nic_device(nic.id) in known:
         return
-    port = await hotplug.free_port(monitor, known)
+    port = port or await hotplug.free_port(monitor, known)
     connection, arguments = spec.nic_connection(nic), spec.nic_arguments(nic, port)
     await drop(monitor, nic.id)
     refusal: FailedPrecondition | None = None

@@ -48,6 +48,9 @@ class MonitorLost(OutcomeUnknown):
     """The connection ended between a command and its answer."""
 
 
+_IN_DOUBT = (MonitorLost, OutcomeUnknown)
+
+
 class _Client(QMPClient):
     """The library logs what it also raises; here it only raises."""
 
@@ -73,17 +76,24 @@ class Monitor:
         self._seen: Counter[str] = Counter()
         self._arrived = anyio.Event()
 
-    async def ask(self, command: str, arguments: Mapping[str, object] | None = None) -> Any:
+    async def ask(
+        self,
+        command: str,
+        arguments: Mapping[str, object] | None = None,
+        *,
+        limit_s: float | None = None,
+    ) -> Any:
         """Run a command that changes nothing and return its answer."""
-        return await self._call(command, arguments, Unavailable, DeadlineExceeded)
+        failures = (Unavailable, DeadlineExceeded)
+        return await self._call(command, arguments, failures, limit_s=limit_s)
 
     async def tell(self, command: str, arguments: Mapping[str, object] | None = None) -> None:
         """Run a command that changes something."""
-        await self._call(command, arguments, MonitorLost, OutcomeUnknown)
+        await self._call(command, arguments, _IN_DOUBT)
 
     async def give(self, name: str, fd: int) -> None:
         """Hand QEMU a copy of a descriptor under a name; an earlier one of that name is closed."""
-        await self._call("getfd", {"fdname": name}, MonitorLost, OutcomeUnknown, fd)
+        await self._call("getfd", {"fdname": name}, _IN_DOUBT, fd=fd)
 
     async def tell_until(self, command: str, event: str) -> None:
         """Run a command and return once QEMU announced `event` after it."""
@@ -114,13 +124,16 @@ class Monitor:
         self,
         command: str,
         arguments: Mapping[str, object] | None,
-        lost: type[ChvError],
-        late: type[ChvError],
+        failures: tuple[type[ChvError], type[ChvError]],
+        *,
         fd: int | None = None,
+        limit_s: float | None = None,
     ) -> Any:
-        sent = False
+        """Raise the first of `failures` where the connection is lost, the second for lateness."""
+        sent, limit_s = False, limit_s or COMMAND_S_MAX
+        lost, late = failures
         try:
-            with anyio.fail_after(COMMAND_S_MAX):
+            with anyio.fail_after(limit_s):
                 async with self._lock:
                     client = await self._connected()
                     sent = True
@@ -129,7 +142,7 @@ class Monitor:
                     return await client.execute(command, arguments)
         except TimeoutError as error:
             kind = late if sent else DeadlineExceeded
-            raise kind(f"{self.path}: no answer to {command} in {COMMAND_S_MAX:g} s") from error
+            raise kind(f"{self.path}: no answer to {command} in {limit_s:g} s") from error
         except ExecuteError as error:
             raise FailedPrecondition(f"QEMU refuses {command}: {error}") from error
         except StateError as error:  # found closed before anything was sent

@@ -39,11 +39,12 @@ GOLDEN = """
 /usr/bin/qemu-system-x86_64
 -name guest=chv:abc123:vmm:3f2504e04f:0000beef,process=chv-hello,debug-threads=on
 -uuid 3f2504e0-4f89-41d3-9a0c-0305e82c3301
--nodefaults -no-user-config -no-shutdown -S
+-nodefaults -no-user-config -no-shutdown
 -display none
 -action panic=pause
 -msg timestamp=on
 -rtc base=utc
+-S
 -global ICH9-LPC.disable_s3=1
 -global ICH9-LPC.disable_s4=1
 -machine q35,memory-backend=mem,vmport=off,dump-guest-core=off
