@@ -100,12 +100,7 @@ class Agent:
             kvm=settings.kvm,
             environment=os.environ,
         )
-        self.probes = Probes(
-            settings,
-            drivers,
-            Path(config.images.cache_dir),
-            lambda: self.images.ensure_builtin("tiny"),
-        )
+        self.probes = Probes(settings, drivers, Path(config.images.cache_dir))
         nwd = self.daemons.link("nwd")
         self.vmms = Vmms(layout, self.provider, self.probes, nwd, self.console)
         self.guest = GuestProbe(nwd, layout)

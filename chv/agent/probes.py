@@ -1,32 +1,29 @@
 """Which VMM can run a guest here: probed for real, once per host boot, cached and shown.
 
-A try-boot on a KVM that does not work costs seconds until its deadline, so its result is kept in
-the cache directory, keyed by boot id, VMM version and the guest that was tried.
+A try-boot of the probe guest tells what KVM is good for. On a broken one it takes a second or two,
+so its result is kept in the cache directory, keyed by boot id, VMM versions, the guest that was
+tried, and the owner and mode of the KVM device.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import anyio
 import msgspec
 
-from chv.agent.ports import ImageArtifacts, VmmSelection
-from chv.common import logs
+from chv.agent.ports import VmmSelection
 from chv.common.clock import boot_id
 from chv.common.config import VmmConfig as VmmSettings
-from chv.common.errors import ChvError
 from chv.common.files import atomic_write, ensure_dir
 from chv.common.wire.agent import VmmProbe
 from chv.common.wire.resources import VmmChoice
-from chv.guest.tiny import KERNEL_CMDLINE
+from chv.probe import image
+from chv.probe.command import INSTRUCTIONS
 from chv.vmm.driver import DriverProbe, ProbeGuest, VmmDriver
 from chv.vmm.select import FAKE, choose, configured
 
-log = logs.get(__name__)
 CACHE_FILE = "vmm-probes.json"
 KVM = Path("/dev/kvm")
 
@@ -52,12 +49,10 @@ class Probes:
         settings: VmmSettings,
         drivers: Mapping[str, VmmDriver],
         cache_dir: Path,
-        guest: Callable[[], Awaitable[ImageArtifacts]],
     ) -> None:
         self.drivers = drivers
         self._settings = settings
         self._cache = cache_dir / CACHE_FILE
-        self._guest = guest
         self._results: list[DriverProbe] = []
         self._lock = anyio.Lock()
 
@@ -70,6 +65,10 @@ class Probes:
                 accelerator=probe.accelerator,
                 version=probe.version,
                 reason=probe.reason,
+                auto=probe.auto,
+                missing=list(probe.missing),
+                binary=probe.binary,
+                sha256=probe.sha256,
             )
             for probe in self._results
             if probe.driver != FAKE or self._settings.driver == FAKE
@@ -99,15 +98,10 @@ class Probes:
         quick = [await driver.probe(None) for driver in self.drivers.values()]
         if not self._wants_try_boot(quick):
             return quick
-        try:
-            artifacts = await self._guest()
-        except ChvError as error:
-            log.warning("probe.no_guest", error=error.message)
-            return quick
-        key = _key(quick, artifacts)
+        key = _key(quick)
         cached = await anyio.to_thread.run_sync(self._cached, key)
         if cached is None:
-            cached = await self._try_boot(artifacts)
+            cached = await self._try_boot()
             content = msgspec.json.encode(CachedProbes(key, cached))
             await anyio.to_thread.run_sync(lambda: atomic_write(self._cache, content, mode=0o644))
         for probe in cached:
@@ -130,24 +124,21 @@ class Probes:
             return None
         return cached.probes if cached.key == key else None
 
-    async def _try_boot(self, artifacts: ImageArtifacts) -> list[DriverProbe]:
-        assert artifacts.kernel is not None
-        assert artifacts.initramfs is not None
-        ensure_dir(self._cache.parent, mode=0o755)
-        work = Path(tempfile.mkdtemp(prefix="chv-probe-", dir="/run"))
-        try:
+    async def _try_boot(self) -> list[DriverProbe]:
+        """What one VMM finds out about KVM spares the next one the search."""
+        await anyio.to_thread.run_sync(lambda: ensure_dir(self._cache.parent, mode=0o755))
+        results: list[DriverProbe] = []
+        for driver in self.drivers.values():
+            missing = tuple(dict.fromkeys(name for each in results for name in each.missing))
             guest = ProbeGuest(
-                kernel=artifacts.kernel.path,
-                initramfs=artifacts.initramfs.path,
-                cmdline=KERNEL_CMDLINE,
-                work_dir=str(work),
+                kernel=str(image.ELF_PATH), instructions=INSTRUCTIONS, missing=missing
             )
-            return [await driver.probe(guest) for driver in self.drivers.values()]
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+            results.append(await driver.probe(guest))
+        return results
 
 
-def _key(probes: list[DriverProbe], artifacts: ImageArtifacts) -> str:
-    versions = ",".join(f"{probe.driver}={probe.version}" for probe in probes)
-    kernel = artifacts.kernel.sha256 if artifacts.kernel else ""
-    return f"{boot_id()}|{versions}|{kernel}"
+def _key(probes: list[DriverProbe]) -> str:
+    versions = ",".join(f"{probe.driver}={probe.version}:{probe.sha256}" for probe in probes)
+    status = KVM.stat()
+    device = f"{status.st_mode:o}:{status.st_gid}:{status.st_rdev}"
+    return f"{boot_id()}|{versions}|{image.sha256()}|{device}"

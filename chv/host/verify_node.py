@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,14 +308,14 @@ async def _again(session: Session, findings: Findings, trial: Trial) -> None:
             message = failure(error.message, error.hint or "", AGENT_LOG)
             findings.add(Check(check_id, False, since_ms(started), message))
             raise Failed from error
-        await session.hear_until(lambda events, n=before: _booted(events, n), BOOT_S_MAX)
+        await session.hear_until(partial(_booted, before), BOOT_S_MAX)
         boots = verify_judge.boots(session.events)[before:]
         said = boots[-1] if boots else verify_judge.Said(())
         for check in verify_judge.kept(said, trial, check_id, after):
             findings.add(Check(check.id, check.ok, since_ms(started), check.message))
 
 
-def _booted(events: list[Event], before: int) -> bool:
+def _booted(before: int, events: list[Event]) -> bool:
     boots = verify_judge.boots(events)
     return len(boots) > before and bool(boots[-1].all(Done))
 

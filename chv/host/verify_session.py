@@ -96,7 +96,7 @@ class Session:
         if operation.error is not None:
             raise from_data(operation.error)
         if operation.state is not agent.OperationState.SUCCEEDED:
-            raise Internal(f"{operation.verb} of {operation.name} ended {operation.state}")
+            raise Internal(f"{operation.verb} of {operation.name}: {operation.message}")
         return operation
 
     # --- what the guest says

@@ -22,6 +22,15 @@ SERIAL_LENGTH_MAX = 20
 PlanKind = Literal["check", "write", "verify", "writer", "records", "none"]
 CheckKind = Literal["ping", "tcp", "echo", "udp", "dns"]
 End = Literal["off", "reboot", "halt", "spin", "fault", "triple", "stay"]
+# All that the guest knows, in the order in which it tries them.
+INSTRUCTIONS = (
+    "cpuid", "rdmsr", "wrmsr", "mov-cr", "mov-dr", "clts", "sgdt", "ltr", "lsl", "verw",
+    "invlpg", "wbinvd", "swapgs", "int3", "ud2", "iret", "cmpxchg8b", "cmpxchg16b", "xadd",
+    "bts", "bsf", "popcnt", "tzcnt", "movbe", "crc32", "mfence", "lfence", "sfence", "prefetch",
+    "clflush", "clflushopt", "rdtsc", "rdtscp", "rdpid", "rdrand", "rdseed", "clac", "stac",
+    "invpcid", "wrgsbase", "fninit", "ldmxcsr", "sse", "fxsave", "fxrstor", "xgetbv", "xsetbv",
+    "xsave", "xsaveopt", "xsavec", "xrstor", "iret-user", "sysret",
+)  # fmt: skip
 _WITH_PORT = ("tcp", "echo", "udp")
 _ADDRESS = re.compile(r"(?:[0-9]{1,3}\.){3}[0-9]{1,3}|router|dns|server")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*")

@@ -37,7 +37,10 @@ WAIT_S_MAX = 3600.0
 
 Kind = Annotated[
     str,
-    Meta(pattern=r"^(VirtualMachine|Volume|VolumeSnapshot|Network|SecurityGroup|Exposure|Image)\Z"),
+    Meta(
+        pattern=r"^(VirtualMachine|VirtualMachineSnapshot|Volume|VolumeSnapshot|Network"
+        r"|SecurityGroup|Exposure|Image)\Z"
+    ),
 ]
 
 
@@ -113,7 +116,8 @@ class VmVerb(StrEnum):
     """`stop` asks the guest, then kills; `restart` is stop and start; `reset` is the button.
 
     `pause` holds the vCPUs until `resume`, or until the VM ends; `restart_storage` replaces the
-    storage daemon of the VM's disks under the running guest.
+    storage daemon of the VM's disks under the running guest; `restore` brings disks, memory and
+    devices back to a VirtualMachineSnapshot, from which the guest runs on.
     """
 
     START = "start"
@@ -123,10 +127,14 @@ class VmVerb(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
     RESTART_STORAGE = "restart_storage"
+    RESTORE = "restore"
 
 
 class ActOnVm(Message, frozen=True, kw_only=True):
-    """A verb on a VM. `force` of stop and restart skips the question to the guest."""
+    """A verb on a VM. `force` of stop and restart skips the question to the guest.
+
+    `snapshot` belongs to restore; its `force` ends a VM that runs.
+    """
 
     verb: VmVerb
     name: Name
@@ -134,6 +142,7 @@ class ActOnVm(Message, frozen=True, kw_only=True):
     requester: ShortText
     reason: ShortText = ""
     force: bool = False
+    snapshot: NameOrEmpty = ""
     idempotency_key: ShortText = ""
 
 
@@ -315,13 +324,21 @@ class DaemonStatus(Reply, frozen=True, kw_only=True):
 
 
 class VmmProbe(Reply, frozen=True, kw_only=True):
-    """What a try-boot of each VMM and accelerator showed on this host boot."""
+    """What a try-boot of each VMM and accelerator showed on this host boot.
+
+    `auto`: `vmm: auto` may take it. `missing`: instructions that stock kernels need and KVM does
+    not run. `binary` and its `sha256`, where the driver tells them.
+    """
 
     name: str
     usable: bool
     accelerator: str = ""
     version: str = ""
     reason: str = ""
+    auto: bool = True
+    missing: list[str] = []
+    binary: str = ""
+    sha256: str = ""
 
 
 class NodeCondition(Reply, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ from chv.vmm.driver import (
     VmmObservation,
     VmmState,
 )
+from chv.vmm.kvm import kvm_access
 from chv.vmm.limited import Limited
 
 DISKS_S_MAX = 30.0
@@ -86,7 +87,7 @@ class CloudHypervisorDriver(Limited):
 
     def launch(self, config: VmmConfig) -> Launch:
         """Return what to start."""
-        access = probe.kvm_access()
+        access = kvm_access()
         return spec.launch(
             config,
             config.binary or self._binary,

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from chv.agent import probes as module
-from chv.agent.ports import ArtifactInfo, ImageArtifacts
 from chv.agent.probes import Probes, settings_of
 from chv.common.config import VmmConfig
-from chv.common.errors import Unavailable, Unsupported
+from chv.common.errors import Unsupported
 from chv.common.wire.resources import VmmChoice
 from chv.vmm.driver import DriverProbe, ProbeGuest
 from chv.vmm.fake_driver import FakeDriver
@@ -21,27 +20,25 @@ class Driver(FakeDriver):
 
     name = "qemu"
 
-    def __init__(self) -> None:
+    def __init__(self, missing: tuple[str, ...] = ()) -> None:
         super().__init__()
+        self.missing = missing
         self.guests: list[ProbeGuest | None] = []
         self.recalled: list[DriverProbe] = []
 
     async def probe(self, guest: ProbeGuest | None) -> DriverProbe:
         self.guests.append(guest)
         accelerator = "kvm" if guest else "tcg"
-        return DriverProbe(driver="qemu", usable=True, accelerator=accelerator, version="7.2")
+        return DriverProbe(
+            driver="qemu",
+            usable=True,
+            accelerator=accelerator,
+            version="7.2",
+            missing=self.missing if guest else (),
+        )
 
     def recall(self, result: DriverProbe) -> None:
         self.recalled.append(result)
-
-
-async def tiny() -> ImageArtifacts:
-    artifact = ArtifactInfo(sha256="a" * 64, size_bytes=1, format="kernel", path="/k")
-    return ImageArtifacts(kernel=artifact, initramfs=artifact)
-
-
-async def no_tiny() -> ImageArtifacts:
-    raise Unavailable("no mirror")
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def kvm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(driver: Driver, tmp_path: Path, settings: VmmConfig | None = None) -> Probes:
-    return Probes(settings or VmmConfig(), {"qemu": driver}, tmp_path / "cache", tiny)
+    return Probes(settings or VmmConfig(), {"qemu": driver}, tmp_path / "cache")
 
 
 @pytest.mark.usefixtures("kvm")
@@ -90,11 +87,23 @@ async def test_machine_without_kvm_boots_nothing(
 
 
 @pytest.mark.usefixtures("kvm")
-async def test_no_guest_to_try_means_no_kvm_and_nothing_cached(tmp_path: Path) -> None:
+async def test_another_mode_of_the_device_tries_again(tmp_path: Path) -> None:
+    await make(Driver(), tmp_path).ensure()
+    module.KVM.chmod(0o600)
     driver = Driver()
-    probes = Probes(VmmConfig(), {"qemu": driver}, tmp_path / "cache", no_tiny)
-    assert (await probes.select(VmmChoice.AUTO)).accelerator == "tcg"
-    assert not (tmp_path / "cache" / module.CACHE_FILE).exists()
+    await make(driver, tmp_path).ensure()
+    assert len(driver.guests) == 2
+
+
+@pytest.mark.usefixtures("kvm")
+async def test_what_one_vmm_misses_spares_the_next_the_search(tmp_path: Path) -> None:
+    first, second = Driver(missing=("popcnt", "clac")), Driver()
+    drivers = {"first": first, "qemu": second}
+    await Probes(VmmConfig(), drivers, tmp_path / "cache").ensure()
+    guest = second.guests[-1]
+    assert guest is not None
+    assert guest.missing == ("popcnt", "clac")
+    assert set(guest.missing) < set(guest.instructions)
 
 
 @pytest.mark.usefixtures("kvm")

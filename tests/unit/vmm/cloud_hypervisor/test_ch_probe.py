@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from chv.vmm.cloud_hypervisor import probe
-from chv.vmm.cloud_hypervisor.probe import KvmAccess, candidates, kvm_access
+from chv.vmm.cloud_hypervisor.probe import candidates
+from chv.vmm.kvm import KvmAccess, kvm_access
 
 
 def binary(path: Path, version: str) -> str:
