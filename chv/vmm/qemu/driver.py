@@ -32,7 +32,6 @@ from chv.vmm.driver import (
     VmmState,
 )
 from chv.vmm.kvm import KvmAccess, kvm_access
-from chv.vmm.kvm import KvmAccess, kvm_access
 from chv.vmm.limited import Limited
 from chv.vmm.qemu import (
     counting,
