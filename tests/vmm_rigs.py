@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import struct
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 import anyio
+import msgspec
 import pytest
 from anyio.abc import SocketStream
 
@@ -63,6 +65,7 @@ BOOT_SECTOR = (
     + b"\r\n\0"
 ).ljust(510, b"\0") + b"\x55\xaa"
 TUNSETIFF, TUNGETIFF = 0x400454CA, 0x800454D2
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 LETTERS = {
     "ignore_button": b"i", "panic": b"p", "reboot": b"r", "power_off": b"o", "cling": b"c",
@@ -130,6 +133,7 @@ class ProcessRig:
         self.stack = stack
         self.kept_root = False
         self.nics: dict[str, int] = {}
+        self.vm_config: VmmConfig | None = None
 
     def config(self, *, disk: bool) -> VmmConfig:
         uid = Ids().uid()
@@ -143,7 +147,9 @@ class ProcessRig:
             name="contract",
             worker_id=self.layout.worker_id("vmm", uid, Ids().nonce()),
             cpus=1,
-            memory_bytes=64 << 20,
+            cpus_max=4,
+            memory_bytes=128 << 20,
+            memory_max_bytes=512 << 20,
             accelerator="tcg",
             disks=(file, root) if disk else (file,),
             nics=tuple(
@@ -155,18 +161,27 @@ class ProcessRig:
     async def launch(self, *, disk: bool = False) -> None:
         if disk:
             await self.start_backend()
-        config = self.config(disk=disk)
-        uid = self.layout.vmm_uid(0)
-        self.runtime_dir.mkdir(mode=0o700)
-        os.chown(self.runtime_dir, uid, uid)
+        config = self.vm_config = self.config(disk=disk)
+        self._make_directory()
         if disk:
-            os.chown(self.export, uid, uid)
+            os.chown(self.export, self.layout.vmm_uid(0), self.layout.vmm_uid(0))
+        await self.spawn(config)
+        await self.hear()
+
+    def _make_directory(self) -> None:
+        self.runtime_dir.mkdir(mode=0o700)
+        os.chown(self.runtime_dir, self.layout.vmm_uid(0), self.layout.vmm_uid(0))
+
+    async def spawn(self, config: VmmConfig) -> None:
+        """Start the VMM."""
+        uid = self.layout.vmm_uid(0)
         launch = self.driver.launch(config)
         self.kept_root = launch.keep_root
         spec = SpawnSpec(
             worker_id=config.worker_id,
             argv=launch.argv,
             environment=launch.environment,
+            cwd=launch.cwd,
             uid=0 if launch.keep_root else uid,
             gid=0 if launch.keep_root else uid,
             groups=launch.groups,
@@ -179,6 +194,9 @@ class ProcessRig:
             await wait_until(self._answers)
         except AssertionError:
             pytest.fail(f"no VMM: {(self.base / 'vmm.log').read_text()}")
+
+    async def hear(self) -> None:
+        """Connect to the serial port."""
         self.serial = await anyio.connect_unix(self.driver.serial_socket(self.runtime_dir))
         self.stack.push_async_callback(self.serial.aclose)
 
@@ -252,10 +270,29 @@ class ProcessRig:
         return directory
 
     async def start_again(self, snapshot: Path) -> None:
-        raise NotImplementedError(f"{self.driver.name} starts from no snapshot yet: {snapshot}")
+        assert self.record is not None and self.vm_config is not None
+        await terminate(self.record, grace_s=0)
+        await self.driver.close(self.runtime_dir)
+        for path in self.runtime_dir.iterdir():
+            path.unlink()
+        config = self.renamed(restore_dir=str(snapshot))
+        await self.spawn(config)
+        await self.driver.create(self.runtime_dir, config, {})
+        await self.hear()
+
+    def renamed(self, **changes: object) -> VmmConfig:
+        """Return the VM's configuration for another process."""
+        assert self.vm_config is not None
+        worker_id = self.layout.worker_id("vmm", self.vm_config.vm_id, Ids().nonce())
+        return msgspec.structs.replace(self.vm_config, worker_id=worker_id, **changes)
 
     async def empty_twin(self) -> Rig:
-        raise NotImplementedError(f"{self.driver.name} receives no VM yet")
+        twin = ProcessRig(self.another_driver(), self.base, self.stack)
+        twin._make_directory()
+        twin.vm_config = self.renamed(runtime_dir=str(twin.runtime_dir), incoming=True)
+        await twin.spawn(twin.vm_config)
+        await twin.hear()
+        return twin
 
     async def end_backend(self) -> None:
         if self.backend is not None and self.backend.returncode is None:
@@ -265,11 +302,12 @@ class ProcessRig:
 class InProcessRig:
     """A VMM without a process."""
 
-    def __init__(self) -> None:
-        self.vmms = InProcessVmms()
+    def __init__(self, vmms: InProcessVmms | None = None, runtime_dir: str = "/nowhere") -> None:
+        self.vmms = vmms or InProcessVmms()
         self.driver: VmmDriver = self.vmms
-        self.runtime_dir = Path("/nowhere")
+        self.runtime_dir = Path(runtime_dir)
         self.worker_id = Layout("vmmtst").worker_id("vmm", Ids().uid(), "0")
+        self.vm_config: VmmConfig | None = None
 
     async def launch(self, *, disk: bool = False) -> None:
         uid = Ids().uid()
@@ -280,10 +318,17 @@ class InProcessRig:
             name="contract",
             worker_id=self.worker_id,
             cpus=1,
-            memory_bytes=64 << 20,
+            cpus_max=4,
+            memory_bytes=128 << 20,
+            memory_max_bytes=512 << 20,
             disks=disks,
             runtime_dir=str(self.runtime_dir),
         )
+        self.spawn(config)
+
+    def spawn(self, config: VmmConfig) -> None:
+        """Start the VMM."""
+        self.vm_config = config
         self.vmms.start(self.vmms.launch(config).argv)
         self.vmm = self.vmms.at(self.runtime_dir)
 
@@ -321,10 +366,23 @@ class InProcessRig:
         return Path("/nowhere/saved")
 
     async def start_again(self, snapshot: Path) -> None:
-        raise NotImplementedError(f"the fake starts from no snapshot yet: {snapshot}")
+        assert self.vm_config is not None
+        self.vmms.kill(self.worker_id)
+        config = msgspec.structs.replace(self.vm_config, restore_dir=str(snapshot))
+        self.spawn(config)
+        await self.driver.create(self.runtime_dir, config, {})
 
     async def empty_twin(self) -> Rig:
-        raise NotImplementedError("the fake receives no VM yet")
+        assert self.vm_config is not None
+        twin = InProcessRig(self.vmms, "/elsewhere")
+        config = msgspec.structs.replace(
+            self.vm_config,
+            worker_id=twin.worker_id,
+            runtime_dir=str(twin.runtime_dir),
+            incoming=True,
+        )
+        twin.spawn(config)
+        return twin
 
 
 @contextmanager
@@ -359,9 +417,9 @@ async def open_rig(kind: str) -> AsyncIterator[Rig]:
 
 async def _process_rig(kind: str, base: Path, stack: AsyncExitStack) -> ProcessRig:
     if kind.startswith("cloud_hypervisor"):
-        from tests import cloud_hypervisor_rigs  # which is built on this module
+        from tests import vmm_rig_probe  # which is built on this module
 
-        return cloud_hypervisor_rigs.make(kind, base, stack)
+        return vmm_rig_probe.make(kind, base, stack)
     driver: VmmDriver = QemuDriver() if kind == "qemu" else FakeDriver()
     assert (await driver.probe(None)).usable
     return ProcessRig(driver, base, stack)
@@ -369,11 +427,19 @@ async def _process_rig(kind: str, base: Path, stack: AsyncExitStack) -> ProcessR
 
 @contextmanager
 def open_tap() -> Iterator[int]:
-    """A tap that vanishes with its descriptor."""
+    """A tap that vanishes with its descriptor; its link is up, as of those that nwd makes."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
         fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"chvtst%d", flags))
+        set_link(fd, IFF_UP)
         yield fd
     finally:
         os.close(fd)
+
+
+def set_link(tap: int, flags: int) -> None:
+    """Set a tap's link up (IFF_UP) or down (0)."""
+    name = fcntl.ioctl(tap, TUNGETIFF, bytes(40))[:16]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", name, flags))

@@ -28,11 +28,12 @@ from chv.vmm.fake_spec import (
     FakeArguments,
     Reply,
     Request,
+    answer,
+    make_vm,
     parse_argv,
     parse_behaviour,
-    reply_of,
 )
-from chv.vmm.fake_state import MUTATIONS, Behaviour, FakeVm
+from chv.vmm.fake_state import Behaviour
 
 RECONNECT_S = 0.05
 CLIENTS_MAX = 64
@@ -47,7 +48,7 @@ class FakeProcess:
         self._runtime = Path(arguments.runtime_dir)
         self._vhost = arguments.parts.served
         self._nics = arguments.parts.nic_fds
-        self._vm = FakeVm(behaviour, self._vhost, time.monotonic, self._nics)
+        self._vm = make_vm(arguments, behaviour, time.monotonic)
         self._backends: dict[str, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._viewers: list[socket.socket] = []
@@ -206,30 +207,13 @@ class FakeProcess:
         return _send(client, msgspec.json.encode(reply) + b"\n")
 
     def _do(self, request: Request) -> Reply:
-        match request.command:
-            case "quit":
-                sys.exit(0)
-            case "guest":
-                self._vm.guest(request.action)
-            case "plant" if request.fault is not None:
-                self._vm.plant(request.fault)
-            case "add_disk" if request.disk is not None:
-                self._plug(request.disk)
-            case "remove_disk":
-                self._vm.remove_disk(request.disk_id)
-            case "add_nic" if request.nic is not None:
-                self._plug_nic(request.nic)
-            case "remove_nic":
-                self._vm.remove_nic(request.nic_id)
-            case "ask_agent":
-                self._vm.ask_agent()
-            case name if name in MUTATIONS:
-                MUTATIONS[name](self._vm)
-            case "observe":
-                pass
-            case _:
-                raise InvalidArgument(f"{request.command!r} is no command", field="command")
-        reply = reply_of(self._vm)
+        if request.command == "quit":
+            sys.exit(0)
+        if request.disk is not None:
+            self._plug(request.disk)
+        if request.nic is not None:
+            self._plug_nic(request.nic)
+        reply = answer(self._vm, request)
         self._let_go()
         return reply
 

@@ -11,6 +11,7 @@ import stat
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -21,14 +22,16 @@ from anyio.abc import UNIXSocketStream
 from chv.common.errors import (
     ChvError,
     DeadlineExceeded,
+    FailedPrecondition,
     NotFound,
     OutcomeUnknown,
     Unavailable,
     from_data,
 )
 from chv.common.layout import check_socket_path
-from chv.vmm import fake_spec
+from chv.vmm import fake_files, fake_spec
 from chv.vmm.driver import (
+    Counters,
     DiskConfig,
     DriverProbe,
     Feature,
@@ -36,11 +39,13 @@ from chv.vmm.driver import (
     NicConfig,
     PluggedDisk,
     ProbeGuest,
+    Sizes,
     VmmConfig,
     VmmObservation,
+    VmmState,
 )
 from chv.vmm.fake_spec import Reply, Request
-from chv.vmm.fake_state import Behaviour, Fault
+from chv.vmm.fake_state import Behaviour, Fault, Image
 from chv.vmm.limited import Limited
 
 CALL_S_MAX = 5.0
@@ -81,7 +86,7 @@ class FakeDriverBase(Limited, ABC):
 
     def features(self) -> frozenset[Feature]:
         """Return what it can do."""
-        return frozenset({Feature.GUEST_AGENT})
+        return frozenset(Feature) - {Feature.CORE_DUMP}
 
     def launch(self, config: VmmConfig) -> Launch:
         """Return what to start."""
@@ -97,14 +102,20 @@ class FakeDriverBase(Limited, ABC):
             reason=reply.reason,
             evidence=f"fake: {reply.state}",
             version=fake_spec.VERSION,
+            reboots=reply.reboots,
         )
 
     async def create(
         self, runtime_dir: Path, config: VmmConfig, nic_fds: Mapping[str, Sequence[int]]
     ) -> None:
-        """Make the VM; its NICs' descriptors came with the start."""
-        del config, nic_fds
-        await self._do(runtime_dir, Request(command="create"))
+        """Make the VM, or take up a snapshot; its NICs' descriptors came with the start."""
+        del nic_fds
+        reply = await self._do(runtime_dir, OBSERVE)
+        if not config.restore_dir:
+            await self._do(runtime_dir, OBSERVE if config.incoming else Request(command="create"))
+        elif reply.state is VmmState.EMPTY:
+            image = await self.saved_image(Path(config.restore_dir))
+            await self._do(runtime_dir, Request(command="load", image=image))
 
     async def boot(self, runtime_dir: Path) -> None:
         """Run a created VM."""
@@ -191,6 +202,78 @@ class FakeDriverBase(Limited, ABC):
             return
         raise DeadlineExceeded(f"the guest clings to NIC {nic_id}", field="nic_id")
 
+    # --- sizes, snapshots and moves
+    async def sizes(self, runtime_dir: Path) -> Sizes:
+        """Ask for both."""
+        return (await self._do(runtime_dir, OBSERVE)).sizes
+
+    async def set_cpus(self, runtime_dir: Path, cpus: int) -> None:
+        """Change the number of CPUs and wait until the guest has let go of the others."""
+        await self._do(runtime_dir, Request(command="set_cpus", amount=cpus))
+        with anyio.move_on_after(REMOVE_S_MAX):
+            while (await self.sizes(runtime_dir)).cpus != cpus:  # noqa: ASYNC110
+                await anyio.sleep(DISKS_POLL_S)
+            return
+        raise DeadlineExceeded("the guest clings to its CPUs", field="cpus")
+
+    async def set_memory(self, runtime_dir: Path, memory_bytes: int) -> None:
+        """Give the VM more memory."""
+        await self._do(runtime_dir, Request(command="set_memory", amount=memory_bytes))
+
+    async def snapshot(self, runtime_dir: Path, directory: Path) -> None:
+        """Save a paused VM."""
+        image = await self._image(runtime_dir)
+        if image.running:
+            raise FailedPrecondition("snapshot: the VM is running, not paused")
+        await self.save_image(directory, image)
+
+    async def receive(
+        self,
+        runtime_dir: Path,
+        config: VmmConfig,
+        nic_fds: Mapping[str, Sequence[int]],
+        socket: Path,
+    ) -> None:
+        """Wait for a VM."""
+        del config, nic_fds
+        async with self.take_image(socket) as image:
+            await self._do(runtime_dir, Request(command="load", image=image))
+
+    async def send(self, runtime_dir: Path, socket: Path) -> None:
+        """Hand the VM over and end."""
+        await self.offer_image(socket, await self._image(runtime_dir))
+        await self.quit(runtime_dir)
+
+    async def _image(self, runtime_dir: Path) -> Image:
+        reply = await self._do(runtime_dir, Request(command="image"))
+        assert reply.image is not None
+        return reply.image
+
+    async def counters(self, runtime_dir: Path) -> Counters:
+        """Return counters that stand still: nothing is read or written."""
+        reply = await self._do(runtime_dir, OBSERVE)
+        return {device: {"read_ops": 0, "write_ops": 0} for device in (*reply.disks, *reply.nics)}
+
+    async def nmi(self, runtime_dir: Path) -> None:
+        """Inject an NMI."""
+        await self._do(runtime_dir, Request(command="nmi"))
+
+    @abstractmethod
+    async def save_image(self, directory: Path, image: Image) -> None:
+        """Keep a snapshot; FailedPrecondition where there is one."""
+
+    @abstractmethod
+    async def saved_image(self, directory: Path) -> Image:
+        """Return a snapshot; InvalidArgument where there is none."""
+
+    @abstractmethod
+    def take_image(self, socket: Path) -> AbstractAsyncContextManager[Image]:
+        """Wait for a VM; once the block is left without an error the sender is told."""
+
+    @abstractmethod
+    async def offer_image(self, socket: Path, image: Image) -> None:
+        """Hand a VM over; FailedPrecondition where nobody takes it."""
+
     async def ping_guest(self, runtime_dir: Path) -> None:
         """Ask the guest agent whether it is there."""
         await self._do(runtime_dir, AGENT)
@@ -243,6 +326,22 @@ class FakeDriver(FakeDriverBase):
     def from_environment(cls, environment: Mapping[str, str]) -> FakeDriver:
         """Return a driver whose fakes behave as `CHV_FAKE` says."""
         return cls(fake_spec.parse_behaviour(environment.get(fake_spec.BEHAVIOUR_VARIABLE, "")))
+
+    async def save_image(self, directory: Path, image: Image) -> None:
+        """Write a snapshot to its directory."""
+        await anyio.to_thread.run_sync(fake_files.write, directory, image)
+
+    async def saved_image(self, directory: Path) -> Image:
+        """Read a snapshot."""
+        return await anyio.to_thread.run_sync(fake_files.read, directory)
+
+    def take_image(self, socket: Path) -> AbstractAsyncContextManager[Image]:
+        """Wait for a VM on a Unix socket."""
+        return fake_files.take(socket)
+
+    async def offer_image(self, socket: Path, image: Image) -> None:
+        """Hand a VM over a Unix socket."""
+        await fake_files.offer(socket, image)
 
     async def call(self, runtime_dir: Path, request: Request, fds: Sequence[int] = ()) -> Reply:
         """Send one request over a connection of its own."""

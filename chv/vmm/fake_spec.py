@@ -7,13 +7,13 @@ argument; the id stands alone in argv, as for every worker.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from chv.common.errors import ErrorData, InvalidArgument
-from chv.vmm.driver import DiskConfig, Launch, NicConfig, VmmConfig, VmmState, nic_fds
-from chv.vmm.fake_state import Behaviour, FakeVm, Fault
+from chv.vmm.driver import DiskConfig, Launch, NicConfig, Sizes, VmmConfig, VmmState, nic_fds
+from chv.vmm.fake_state import MUTATIONS, Behaviour, FakeVm, Fault, Image
 
 CONTROL_SOCKET = "control.sock"
 SERIAL_SOCKET = "serial.sock"
@@ -30,6 +30,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     disks: tuple[DiskConfig, ...] = ()
     files: tuple[str, ...] = ()
     nic_fds: dict[str, tuple[int, ...]] = {}
+    sizes: Sizes = FakeVm.sizes
+    awaited: bool = False  # the VM comes from a snapshot or from another process
 
     @property
     def served(self) -> dict[str, DiskConfig]:
@@ -50,7 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `action` goes with `guest`, `fault` with `plant`, `disk` with `add_disk`, `disk_id` with
     `remove_disk`, `nic` with `add_nic` (and its descriptors with the line), `nic_id` with
-    `remove_nic`.
+    `remove_nic`, `amount` with `set_cpus` and `set_memory`, `image` with `load`.
     """
 
     command: str
@@ -60,6 +62,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nic: NicConfig | None = None
     nic_id: str = ""
     fault: Fault | None = None
+    amount: int = 0
+    image: Image | None = None
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,6 +75,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nics: tuple[str, ...] = ()
     resets: int = 0
     frozen: bool = False
+    reboots: int = 0
+    sizes: Sizes = FakeVm.sizes
+    image: Image | None = None
     error: ErrorData | None = None
 
 
@@ -84,14 +91,68 @@ def reply_of(vm: FakeVm) -> Reply:
         nics=tuple(sorted(vm.nics)),
         resets=vm.resets,
         frozen=vm.frozen,
+        reboots=vm.reboots,
+        sizes=vm.sizes,
     )
+
+
+def answer(vm: FakeVm, request: Request) -> Reply:
+    """Do what needs nothing but the VM; InvalidArgument for what is no command."""
+    image: Image | None = None
+    match request.command:
+        case "guest":
+            vm.guest(request.action)
+        case "plant" if request.fault is not None:
+            vm.plant(request.fault)
+        case "remove_disk":
+            vm.remove_disk(request.disk_id)
+        case "remove_nic":
+            vm.remove_nic(request.nic_id)
+        case "ask_agent":
+            vm.ask_agent()
+        case "set_cpus":
+            vm.set_cpus(request.amount)
+        case "set_memory":
+            vm.set_memory(request.amount)
+        case "image":
+            image = vm.image()
+        case "load" if request.image is not None:
+            vm.load(request.image)
+        case name if name in MUTATIONS:
+            MUTATIONS[name](vm)
+        case "observe" | "add_disk" | "add_nic":
+            pass
+        case _:
+            raise InvalidArgument(f"{request.command!r} is no command", field="command")
+    return msgspec.structs.replace(reply_of(vm), image=image)
+
+
+def make_vm(arguments: FakeArguments, behaviour: Behaviour, clock: Callable[[], float]) -> FakeVm:
+    """Return the VM of a command line."""
+    parts = arguments.parts
+    vm = FakeVm(behaviour, parts.served, clock, parts.nic_fds)
+    vm.sizes = parts.sizes
+    if parts.awaited:
+        vm.await_image()
+    return vm
 
 
 def fake_launch(config: VmmConfig, behaviour: Behaviour) -> Launch:
     """Return how to start a fake for this VM."""
     fds = nic_fds(config.nics, NIC_FD_FIRST)
     files = tuple(path for path in (config.kernel, config.initramfs) if path)
-    parts = Parts(disks=config.disks, files=files, nic_fds=fds)
+    parts = Parts(
+        disks=config.disks,
+        files=files,
+        nic_fds=fds,
+        sizes=Sizes(
+            cpus=config.cpus,
+            cpus_max=max(config.cpus, config.cpus_max),
+            memory_bytes=config.memory_bytes,
+            memory_max_bytes=max(config.memory_bytes, config.memory_max_bytes),
+        ),
+        awaited=config.incoming or bool(config.restore_dir),
+    )
     argv = (
         *(sys.executable, "-I", "-m", MODULE),
         *("--id", config.worker_id),

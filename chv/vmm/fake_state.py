@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from chv.common.errors import FailedPrecondition, InvalidArgument, Unavailable
-from chv.vmm.driver import VmmState
+from chv.common.errors import FailedPrecondition, InvalidArgument, Unavailable, Unsupported
+from chv.vmm.driver import Sizes, VmmState
 
 READY_LINE = "chv-guest: ready"
 BOOT_LINES = ("chv-fake: Linux version 0.0.0-fake", "chv-fake: Run /init as init process")
@@ -50,8 +50,19 @@ class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=FAULTS_MAX)] = ()
 
 
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """What a fake's memory and devices are, in a snapshot or on the way to another process."""
+
+    sizes: Sizes
+    running: bool = False
+    frozen: bool = False
+    resets: int = 0
+
+
 class FakeVm:
     """One VM. Commands are methods; `output` collects what the serial console prints."""
+
+    sizes = Sizes(cpus=1, cpus_max=1, memory_bytes=0, memory_max_bytes=0)
 
     def __init__(
         self,
@@ -65,7 +76,9 @@ class FakeVm:
         self.nics = set(nics)
         self.reason = ""
         self.resets = 0
+        self.reboots = 0  # those of them that were the guest's
         self.frozen = False  # by the guest agent
+        self._cpus_due = 0  # what is left when the guest has let go of the others; 0: no change
         self._leaving: set[tuple[str, str]] = set()  # what the guest was asked to let go of
         self._clings = False
         self.output: list[str] = []
@@ -97,6 +110,10 @@ class FakeVm:
                 self.output.append(READY_LINE)
             else:
                 self.guest("power_off")
+
+    def await_image(self) -> None:
+        """Be without a VM until `load` brings one."""
+        self._state = VmmState.EMPTY
 
     # --- commands, named as in the driver port
     def create(self) -> None:
@@ -186,6 +203,9 @@ class FakeVm:
             else:
                 self.nics.discard(device)
         self._leaving.clear()
+        if self._cpus_due:
+            self.sizes = msgspec.structs.replace(self.sizes, cpus=self._cpus_due)
+            self._cpus_due = 0
 
     def freeze(self) -> None:
         """Freeze the guest's file systems."""
@@ -201,6 +221,51 @@ class FakeVm:
         """Refuse where no guest agent answers."""
         if self.state is not VmmState.RUNNING or not self.behaviour.guest_agent:
             raise Unavailable("no guest agent answers")
+
+    # --- sizes, snapshots and moves
+    def set_cpus(self, cpus: int) -> None:
+        """Change the number of CPUs; fewer once the guest lets go of the others."""
+        if not 1 <= cpus <= self.sizes.cpus_max:
+            raise InvalidArgument(f"{cpus} CPUs are not 1 to {self.sizes.cpus_max}", field="cpus")
+        if self.state is not VmmState.PAUSED:
+            self._require("change CPUs", VmmState.RUNNING)
+        if cpus < self.sizes.cpus and self._clings:
+            self._cpus_due = cpus
+            return
+        self._cpus_due = 0
+        self.sizes = msgspec.structs.replace(self.sizes, cpus=cpus)
+
+    def set_memory(self, memory_bytes: int) -> None:
+        """Give the VM more memory."""
+        if memory_bytes > self.sizes.memory_max_bytes:
+            most = self.sizes.memory_max_bytes
+            raise InvalidArgument(
+                f"{memory_bytes} bytes are more than {most}", field="memory_bytes"
+            )
+        if memory_bytes < self.sizes.memory_bytes:
+            raise Unsupported("the fake takes no memory away", field="memory_bytes")
+        if self.state is not VmmState.PAUSED:
+            self._require("change memory", VmmState.RUNNING)
+        self.sizes = msgspec.structs.replace(self.sizes, memory_bytes=memory_bytes)
+
+    def image(self) -> Image:
+        """Return what there is to save, or to hand over."""
+        running = self.state is VmmState.RUNNING
+        if not running:
+            self._require("save", VmmState.PAUSED)
+        return Image(sizes=self.sizes, running=running, frozen=self.frozen, resets=self.resets)
+
+    def load(self, image: Image) -> None:
+        """Go on from what was saved or handed over."""
+        if self.state is not VmmState.EMPTY:
+            self._require("load", VmmState.EMPTY)
+        self.sizes, self.frozen, self.resets = image.sizes, image.frozen, image.resets
+        self._state = VmmState.RUNNING if image.running else VmmState.PAUSED
+
+    def nmi(self) -> None:
+        """Take an NMI, which changes nothing."""
+        if self.state is not VmmState.RUNNING:
+            self._require("NMI", VmmState.RUNNING)
 
     # --- what the guest does on its own, for tests
     def guest(self, action: str) -> None:
@@ -222,6 +287,7 @@ class FakeVm:
                 self.output.append("Kernel panic - not syncing: asked for")
                 self._halt(VmmState.PANICKED, "guest-panicked")
             case "reboot":
+                self.reboots += 1
                 self.reset()
             case _:
                 raise InvalidArgument(f"{action!r} is no guest action", field="action")
@@ -270,4 +336,5 @@ MUTATIONS: dict[str, Callable[[FakeVm], None]] = {
     "power_button": FakeVm.power_button,
     "freeze": FakeVm.freeze,
     "thaw": FakeVm.thaw,
+    "nmi": FakeVm.nmi,
 }

@@ -8,17 +8,27 @@ a new agent: VMMs outlive it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 
-from chv.common.errors import ERRORS_BY_CODE, ChvError, Conflict, Internal, NotFound, Unavailable
+from chv.common.errors import (
+    ERRORS_BY_CODE,
+    ChvError,
+    Conflict,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
 from chv.vmm import fake_spec
 from chv.vmm.fake_driver import CALL_S_MAX, FakeDriverBase, late_error, lost_error
-from chv.vmm.fake_spec import FakeArguments, Reply, Request, reply_of
-from chv.vmm.fake_state import MUTATIONS, Behaviour, FakeVm, Fault
+from chv.vmm.fake_spec import FakeArguments, Reply, Request
+from chv.vmm.fake_state import Behaviour, Fault, Image
 
 PID_FIRST = 1_000_000_001  # beyond the kernel's largest pid: never a real process
 
@@ -30,8 +40,7 @@ class InProcessVmm:
         self.pid = pid
         self.worker_id = arguments.worker_id
         self.runtime_dir = Path(arguments.runtime_dir)
-        parts = arguments.parts
-        self.vm = FakeVm(behaviour, parts.served, anyio.current_time, parts.nic_fds)
+        self.vm = fake_spec.make_vm(arguments, behaviour, anyio.current_time)
         self.gone = anyio.Event()
         self._thawed: anyio.Event | None = None
 
@@ -51,12 +60,24 @@ class InProcessVmm:
             await self._thawed.wait()
 
 
+class Meeting:
+    """A receiver that waits, and what it was given."""
+
+    def __init__(self) -> None:
+        self.image: Image | None = None
+        self.offered = anyio.Event()
+        self.over = anyio.Event()
+        self.taken = False
+
+
 class InProcessVmms(FakeDriverBase):
     """All VMMs of a simulated node, and their driver."""
 
     def __init__(self, behaviour: Behaviour | None = None) -> None:
         super().__init__(behaviour)
         self._vmms: dict[str, InProcessVmm] = {}
+        self._saved: dict[Path, Image] = {}
+        self._meetings: dict[Path, Meeting] = {}
         self._next_pid = PID_FIRST
 
     # --- in place of the process provider
@@ -98,6 +119,45 @@ class InProcessVmms(FakeDriverBase):
         raise NotFound(f"no VMM serves {runtime_dir}")
 
     # --- the driver
+    async def save_image(self, directory: Path, image: Image) -> None:
+        """Keep a snapshot for whoever asks for that directory."""
+        await anyio.lowlevel.checkpoint()
+        if directory in self._saved:
+            raise FailedPrecondition(f"{directory} is not empty", field="directory")
+        self._saved[directory] = image
+
+    async def saved_image(self, directory: Path) -> Image:
+        """Return a snapshot."""
+        await anyio.lowlevel.checkpoint()
+        if directory not in self._saved:
+            raise InvalidArgument(f"no snapshot in {directory}", field="restore_dir")
+        return self._saved[directory]
+
+    @asynccontextmanager
+    async def take_image(self, socket: Path) -> AsyncIterator[Image]:
+        """Wait for a VM; once the block is left without an error the sender is told."""
+        meeting = self._meetings[socket] = Meeting()
+        try:
+            await meeting.offered.wait()
+            assert meeting.image is not None
+            yield meeting.image
+            meeting.taken = True
+        finally:
+            del self._meetings[socket]
+            meeting.over.set()
+
+    async def offer_image(self, socket: Path, image: Image) -> None:
+        """Hand a VM over to whoever waits."""
+        await anyio.lowlevel.checkpoint()
+        meeting = self._meetings.get(socket)
+        if meeting is None:
+            raise FailedPrecondition(f"nobody takes the VM on {socket}: it goes on here")
+        meeting.image = image
+        meeting.offered.set()
+        await meeting.over.wait()
+        if not meeting.taken:
+            raise FailedPrecondition("the other side did not take the VM: it goes on here")
+
     async def call(self, runtime_dir: Path, request: Request, fds: Sequence[int] = ()) -> Reply:
         """Answer as a process would, with its faults; descriptors are nobody's here."""
         del fds
@@ -155,22 +215,11 @@ class InProcessVmms(FakeDriverBase):
         vm = vmm.vm
         if request.command == "quit":
             self.kill(vmm.worker_id)
-        elif request.command == "guest":
-            vm.guest(request.action)
-        elif request.command == "plant" and request.fault is not None:
-            vm.plant(request.fault)
-        elif request.command == "add_disk" and request.disk is not None:
+            return fake_spec.reply_of(vm)
+        if request.disk is not None:
             vm.disks.setdefault(request.disk.id, True)
-        elif request.command == "remove_disk":
-            vm.remove_disk(request.disk_id)
-        elif request.command == "add_nic" and request.nic is not None:
+        if request.nic is not None:
             vm.nics.add(request.nic.id)
-        elif request.command == "remove_nic":
-            vm.remove_nic(request.nic_id)
-        elif request.command == "ask_agent":
-            vm.ask_agent()
-        elif request.command in MUTATIONS:
-            MUTATIONS[request.command](vm)
-        reply = reply_of(vm)
+        reply = fake_spec.answer(vm, request)
         vm.output.clear()  # nobody reads this console
         return reply

@@ -13,8 +13,8 @@ import pytest
 
 from chv.common.errors import FailedPrecondition, InvalidArgument, Unsupported
 from chv.vmm.driver import Feature, VmmState
-from tests.cloud_hypervisor_rigs import CloudHypervisorRig
 from tests.helpers import wait_until
+from tests.vmm_rig_probe import CloudHypervisorRig
 from tests.vmm_rigs import KINDS, MOVING, Rig, open_rig
 
 MIB = 1 << 20
@@ -93,13 +93,20 @@ async def test_cpus_grow_and_go_within_their_maximum(running: Rig) -> None:
         return
     before = await driver.sizes(directory)
     assert before.cpus == 1 < before.cpus_max
-    for wanted in (before.cpus_max, before.cpus_max, 1, 2):
+    for wanted in (2, before.cpus_max, before.cpus_max):
         await driver.set_cpus(directory, wanted)
         assert (await driver.sizes(directory)).cpus == wanted
     for wanted in (0, before.cpus_max + 1):
         with pytest.raises(InvalidArgument, match=str(wanted)):
             await driver.set_cpus(directory, wanted)
-    assert (await driver.sizes(directory)).cpus == 2
+    if driver.name == "qemu":  # without KVM, it would crash at the next reset
+        with pytest.raises(Unsupported, match="takes no CPU away"):
+            await driver.set_cpus(directory, 1)
+        assert (await driver.sizes(directory)).cpus == before.cpus_max
+    else:
+        for wanted in (1, 2):
+            await driver.set_cpus(directory, wanted)
+            assert (await driver.sizes(directory)).cpus == wanted
     assert await state(running) is VmmState.RUNNING
 
 
@@ -202,7 +209,10 @@ async def test_a_vm_is_handed_over_to_another_process(moving: Rig) -> None:
     assert config is not None
     async with anyio.create_task_group() as receiving:
         receiving.start_soon(twin.driver.receive, twin.runtime_dir, config, {}, path)
-        await wait_until(path.exists, what="receiver")
+        if path.parent.exists():
+            await wait_until(path.exists, what="receiver")
+        else:
+            await anyio.wait_all_tasks_blocked()
         await driver.send(directory, path)
     await moving.gone()
     assert await state(twin) is VmmState.RUNNING
