@@ -97,6 +97,7 @@ class Agent:
         drivers = make_drivers(
             qemu_binary=settings.qemu_binary,
             cloud_hypervisor_binary=settings.cloud_hypervisor_binary,
+            cloud_hypervisor_sha256=settings.cloud_hypervisor_sha256,
             kvm=settings.kvm,
             environment=os.environ,
         )

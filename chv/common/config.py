@@ -107,12 +107,15 @@ class VmmConfig(_Table, frozen=True):
     """`[vmm]`: which virtual machine monitor; an empty binary is looked for in PATH.
 
     Of several versions of Cloud Hypervisor the first that works is for new VMs; a VM keeps the
-    one it was given.
+    one it was given. `cloud_hypervisor_sha256`: where given, no file with another digest is run.
     """
 
     driver: Literal["auto", "cloud-hypervisor", "qemu", "fake"] = "auto"
     qemu_binary: PathText = ""
     cloud_hypervisor_binary: Annotated[list[PathText], Meta(max_length=16)] = []
+    cloud_hypervisor_sha256: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]], Meta(max_length=16)
+    ] = []
     kvm: Literal["auto", "off"] = "auto"
 
 

@@ -1,6 +1,7 @@
 """`chv doctor`: does this machine have what a node needs, and if not, what to type.
 
-Each check is one function that looks and returns; none changes anything. Status: ok, info (worth
+Each check is one function that looks and returns; none changes anything, though VMMs are tried out
+with the probe guest. Status: ok, info (worth
 knowing), warning (something will be missing or slow), error (a node cannot run).
 """
 
@@ -11,9 +12,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import msgspec
 
-from chv.host import forward_checks, storage_checks
+from chv.common.config import VmmConfig
+from chv.host import forward_checks, storage_checks, vmm_checks
+from chv.vmm.driver import DriverProbe
 
 FREE_BYTES_MIN = 1 << 30
 MEMORY_BYTES_MIN = 1 << 30
@@ -26,7 +30,6 @@ PROGRAMS: dict[str, tuple[str, str, str]] = {
     "ssh": ("error", "`chv ssh`", "openssh-client"),
     "mke2fs": ("error", "builds the tiny guest", "e2fsprogs"),
     "qemu-system-x86_64": ("error", "runs VMs", "qemu-system-x86"),
-    "cloud-hypervisor": ("info", "runs VMs in a later version", ""),
 }
 
 
@@ -44,7 +47,6 @@ def run_checks() -> list[Check]:
     checks: tuple[Callable[[], Check], ...] = (
         _root,
         _tun,
-        _kvm,
         _nft,
         _netns,
         _memory,
@@ -52,7 +54,8 @@ def run_checks() -> list[Check]:
         _requests,
     )
     programs = [_program(name) for name in PROGRAMS]
-    return [check() for check in checks] + programs + _forwarding() + _volume_classes()
+    looked = [check() for check in checks]
+    return looked + programs + _vmms() + _forwarding() + _volume_classes()
 
 
 def _root() -> Check:
@@ -67,14 +70,44 @@ def _tun() -> Check:
     return Check("tun", "error", "/dev/net/tun is missing: no NICs", "modprobe tun")
 
 
-def _kvm() -> Check:
-    if not Path("/dev/kvm").exists():
-        message = "/dev/kvm is missing: VMs run by emulation, several times slower"
-        return Check(
-            "kvm", "warning", message, "enable virtualisation in the firmware; modprobe kvm"
-        )
-    message = "/dev/kvm is there; whether it works is tried by booting a guest, see chv node status"
-    return Check("kvm", "info", message)
+def _vmms() -> list[Check]:
+    """Boot the probe guest on each VMM: that a device node exists proves nothing."""
+    settings = vmm_checks.settings()
+    probes = anyio.run(vmm_checks.tried, settings)
+    return [
+        _kvm(list(probes.values()), vmm_checks.kvm_refusal(settings)),
+        _cloud_hypervisor(probes[vmm_checks.CLOUD_HYPERVISOR], settings),
+    ]
+
+
+def _kvm(probes: list[DriverProbe], refusal: str) -> Check:
+    emulated = "VMs run by emulation, several times slower"
+    if refusal:
+        message = f"{refusal}: {emulated}"
+        remedy = "enable virtualisation in the firmware; modprobe kvm"
+        return Check("kvm", "warning", message, remedy)
+    good = [probe for probe in probes if probe.accelerator == "kvm" and probe.auto]
+    if good:
+        return Check("kvm", "ok", good[0].reason)
+    missing = next((probe for probe in probes if probe.missing), None)
+    if missing is not None:
+        remedy = "nested virtualisation that is whole, or a machine of its own"
+        return Check("kvm", "warning", f"{missing.reason}: {emulated}", remedy)
+    reasons = "; ".join(f"{probe.driver}: {probe.reason}" for probe in probes)
+    return Check("kvm", "warning", f"KVM runs no guest ({reasons}): {emulated}", "dmesg | grep kvm")
+
+
+def _cloud_hypervisor(probe: DriverProbe, settings: VmmConfig) -> Check:
+    """It comes from upstream, not from a package: version and digest are what there is to check."""
+    if not probe.version:
+        remedy = "install upstream's release binary, see README"
+        return Check("cloud-hypervisor", "info", f"not usable: {probe.reason}", remedy)
+    pinned = "as pinned" if settings.cloud_hypervisor_sha256 else "pin it in chv.toml"
+    what = f"{probe.binary} {probe.version}, sha256 {probe.sha256} ({pinned})"
+    if not probe.usable:
+        remedy = "a newer release of upstream, see README" if not probe.accelerator else ""
+        return Check("cloud-hypervisor", "warning", f"{what}: {probe.reason}", remedy or "see kvm")
+    return Check("cloud-hypervisor", "ok", f"{what} runs the probe guest")
 
 
 def _nft() -> Check:

@@ -21,6 +21,7 @@ def make_drivers(
     *,
     qemu_binary: str = "",
     cloud_hypervisor_binary: Sequence[str] = (),
+    cloud_hypervisor_sha256: Sequence[str] = (),
     kvm: str = "auto",
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, VmmDriver]:
@@ -30,7 +31,7 @@ def make_drivers(
     """
     binaries = candidates(cloud_hypervisor_binary, environment)
     drivers: tuple[VmmDriver, ...] = (
-        CloudHypervisorDriver(binaries, kvm=kvm),
+        CloudHypervisorDriver(binaries, kvm=kvm, sha256=cloud_hypervisor_sha256),
         QemuDriver(qemu_binary or QEMU_BINARY, kvm=kvm),
         FakeDriver.from_environment(environment or {}),
     )

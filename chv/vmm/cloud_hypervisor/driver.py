@@ -61,19 +61,25 @@ _FEATURES = frozenset(
 
 
 class CloudHypervisorDriver(Limited):
-    """See `VmmDriver`. `binaries`: where to look, the first that works is for new VMs."""
+    """See `VmmDriver`. `binaries`: where to look, the first that works is for new VMs.
+
+    `sha256`: where given, a binary with another digest is not used for new VMs.
+    """
 
     name = "cloud-hypervisor"
 
-    def __init__(self, binaries: Sequence[str] = (), *, kvm: str = "auto") -> None:
+    def __init__(
+        self, binaries: Sequence[str] = (), *, kvm: str = "auto", sha256: Sequence[str] = ()
+    ) -> None:
         self._binaries = probe.candidates(binaries)
+        self._sha256 = tuple(sha256)
         self._kvm = kvm
         self._binary = self._binaries[0]
         self._machines: dict[Path, Machine] = {}
 
     async def probe(self, guest: ProbeGuest | None) -> DriverProbe:
         """Try each binary, and KVM by a try-boot; never raises."""
-        result = await probe.probe(self._binaries, self._kvm, guest)
+        result = await probe.probe(self._binaries, self._kvm, guest, self._sha256)
         self.recall(result)
         return result
 

@@ -54,11 +54,16 @@ def parse_version(text: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-async def probe(binaries: Sequence[str], kvm: str, guest: ProbeGuest | None) -> DriverProbe:
-    """Return what the first binary that fits can do here, else why none does."""
+async def probe(
+    binaries: Sequence[str], kvm: str, guest: ProbeGuest | None, pinned: Sequence[str] = ()
+) -> DriverProbe:
+    """Return what the first binary that fits can do here, else why none does.
+
+    `pinned`: the digests that a binary may have; none: any.
+    """
     refused: list[str] = []
     for binary in binaries:
-        found = await _identify(binary)
+        found = await _identify(binary, pinned)
         if not found.usable:
             refused.append(found.reason)
             continue
@@ -66,27 +71,33 @@ async def probe(binaries: Sequence[str], kvm: str, guest: ProbeGuest | None) -> 
     return DriverProbe(driver=DRIVER, usable=False, auto=False, reason="; ".join(refused))
 
 
-async def _identify(binary: str) -> DriverProbe:
+async def _identify(binary: str, pinned: Sequence[str]) -> DriverProbe:
+    """Return version and digest; a file with a digest that is not wanted is not even run."""
+    if "/" not in binary:  # `candidates` has made a path of what PATH knows
+        return _refused(f"{binary} is not in PATH")
     try:
-        completed = await run([binary, "--version"], timeout_s=VERSION_S_MAX)
         sha256 = await anyio.to_thread.run_sync(sha256_file, Path(binary))
+        if pinned and sha256 not in pinned:
+            reason = f"{binary} has the sha256 {sha256}, which vmm.cloud_hypervisor_sha256 lacks"
+            return _refused(reason, binary=binary, sha256=sha256)
+        completed = await run([binary, "--version"], timeout_s=VERSION_S_MAX)
     except (ChvError, OSError) as error:
-        return DriverProbe(driver=DRIVER, usable=False, auto=False, reason=_text(error))
+        return _refused(_text(error))
     match = _VERSION.search(completed.stdout.decode(errors="replace"))
     version = match[0] if match else ""
     oldest = ".".join(map(str, VERSION_OLDEST))
-    usable = (parse_version(version) or (0, 0)) >= VERSION_OLDEST
-    reason = (
-        f"{binary} is version {version or 'unknown'}, {oldest} is the oldest without known holes"
-    )
+    if (parse_version(version) or (0, 0)) < VERSION_OLDEST:
+        seen = f"{binary} is version {version or 'unknown'}"
+        reason = f"{seen}, {oldest} is the oldest without known holes"
+        return _refused(reason, version=version, binary=binary, sha256=sha256)
     return DriverProbe(
-        driver=DRIVER,
-        usable=usable,
-        auto=False,
-        version=version,
-        reason="" if usable else reason,
-        binary=binary,
-        sha256=sha256,
+        driver=DRIVER, usable=True, auto=False, version=version, binary=binary, sha256=sha256
+    )
+
+
+def _refused(reason: str, **known: str) -> DriverProbe:
+    return msgspec.structs.replace(
+        DriverProbe(driver=DRIVER, usable=False, auto=False, reason=reason), **known
     )
 
 

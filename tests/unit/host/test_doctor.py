@@ -18,7 +18,7 @@ def test_every_check_has_a_distinct_id_and_a_known_status() -> None:
 
 
 def test_every_error_and_warning_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None)
     missing = [check for check in doctor.run_checks() if check.id in doctor.PROGRAMS]
     assert all(check.remedy for check in missing if check.status == "error")
     assert any("apt-get install" in check.remedy for check in missing)
@@ -34,6 +34,6 @@ def test_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> No
 def test_missing_program_makes_the_exit_code_tell(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None)
     assert main(["doctor"]) == 6
     assert "dnsmasq is missing" in capsys.readouterr().out

@@ -22,7 +22,7 @@ def test_every_class_beyond_file_is_named() -> None:
 def test_a_class_that_lacks_programs_names_them_and_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None)
 
     lvm = checks()["volumes-lvm"]
 
