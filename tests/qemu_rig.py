@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import msgspec
 import pytest
 
@@ -129,6 +130,15 @@ class World:
             save_dir=str(home / "save"),
         )
         return await self._make(home, msgspec.structs.replace(config, **changes), {})
+
+    async def move(self, vm: Vm, twin: Vm) -> None:
+        """Hand a VM over to another QEMU."""
+        socket = twin.home / "move.sock"
+        async with anyio.create_task_group() as group:
+            group.start_soon(twin.driver.receive, twin.dir, twin.config, {}, socket)
+            await wait_until(socket.exists, what="receiver")
+            await vm.driver.send(vm.dir, socket)
+        assert not socket.exists()
 
     async def _spawn(self, vm: Vm, taps: Taps) -> None:
         launch = vm.driver.launch(vm.config)

@@ -220,7 +220,7 @@ async def test_a_vm_moves_while_it_writes_and_loses_nothing(world: World) -> Non
     twin = await world.again("b", vm, disks=(other,), incoming=True)
     assert await twin.state() is VmmState.EMPTY
     serial = await twin.hear()
-    await move(vm, twin)
+    await world.move(vm, twin)
     await vm.gone()
     assert await twin.state() is VmmState.RUNNING
     acked = vm.serial.all(Acked)[-1].seq
@@ -233,21 +233,12 @@ async def test_a_vm_moves_while_it_writes_and_loses_nothing(world: World) -> Non
     await serial.wait(Ready)
 
 
-async def move(vm: Vm, twin: Vm, driver: QemuDriver | None = None) -> None:
-    socket = twin.home / "move.sock"
-    async with anyio.create_task_group() as group:
-        group.start_soon(twin.driver.receive, twin.dir, twin.config, {}, socket)
-        await wait_until(socket.exists, what="receiver")
-        await (driver or vm.driver).send(vm.dir, socket)
-    assert not socket.exists()
-
-
 async def test_a_paused_vm_stays_paused_where_it_arrives(world: World) -> None:
     vm = await world.vm(cmdline="beat=20")
     await (await vm.start()).wait(Ready)
     await vm.driver.pause(vm.dir)
     twin = await world.again("b", vm, incoming=True)
-    await move(vm, twin)
+    await world.move(vm, twin)
     assert await twin.state() is VmmState.PAUSED
 
 
@@ -307,7 +298,7 @@ async def test_a_receiver_that_dies_in_the_middle_leaves_the_vm_where_it_was(
     await vm.serial.wait(Acked, len(vm.serial.all(Acked)) + 20)
     monkeypatch.undo()
     third = await world.again("c", vm, disks=(other,), incoming=True)
-    await move(vm, third)  # and it can still be moved
+    await world.move(vm, third)  # and it can still be moved
 
 
 async def test_an_agent_that_dies_after_the_move_finds_a_vm_that_runs_here_no_more(
@@ -322,7 +313,7 @@ async def test_an_agent_that_dies_after_the_move_finds_a_vm_that_runs_here_no_mo
 
     monkeypatch.setattr(handover, "_end", dies)
     with pytest.RaisesGroup(RuntimeError):
-        await move(vm, twin)
+        await world.move(vm, twin)
     monkeypatch.undo()
     await vm.driver.close(vm.dir)
     later = QemuDriver()
