@@ -32,6 +32,12 @@ class DeviceGone(Event, frozen=True):
     how: Literal["requested", "vanished", "replaced"]
 
 
+class Clings(Event, frozen=True):
+    """Whether it keeps the devices that it is asked for."""
+
+    devices: bool
+
+
 class SlotEjected(Event, frozen=True):
     """QEMU was told that a slot may be emptied."""
 

@@ -141,6 +141,12 @@ class Button(Event, frozen=True):
     name: str
 
 
+class ButtonSet(Event, frozen=True):
+    """What the power button does from now on."""
+
+    how: str
+
+
 class Beat(Event, frozen=True):
     """Still alive."""
 

@@ -15,6 +15,8 @@ enum { PCI_DOWN = 4, PCI_EJECT = 8, PCI_SELECT = 16, BUS_SELECTS = 16 };
 enum { SELECT = 0, CPU_FLAGS = 4, MEMORY_FLAGS = 0x14, MEMORY_SLOTS = 8, CPUS_MAX = 255 };
 enum { ENABLED = 1, INSERTING = 2, REMOVING = 4, EJECT = 8 };
 
+static bool clings, leaving;
+
 /* Eject what the selected bus is asked to give up; whether there was anything. */
 static bool eject_from_bus(u32 select) {
     u32 down = reg_read(acpi.pci, PCI_DOWN, 4);
@@ -70,13 +72,20 @@ static void look_at_memory(void) {
 }
 
 static u32 qemu_announcements(void) {
-    u32 seen = eject() ? EVENT_PCI : 0;
+    u32 seen = !clings && eject() ? EVENT_PCI : 0;
     look_at_cpus();
     look_at_memory();
     if (!acpi.pm1_event.at || !(reg_read(acpi.pm1_event, 0, 2) & PM1_BUTTON)) return seen;
     reg_write(acpi.pm1_event, 0, 2, PM1_BUTTON);
     return seen | EVENT_BUTTON;
 }
+
+void announce_cling(bool to_devices) {
+    clings = to_devices;
+    say("clings devices=%u", (u32)clings);
+}
+
+bool announce_clings(void) { return clings; }
 
 /* QEMU's processor registers speak an older language until they are written to. */
 void announce_init(void) {
@@ -88,6 +97,11 @@ u32 announcements(void) {
     u32 seen = reg_read(acpi.ged, 0, 1);
     if (seen & GED_CPUS) look_at_cpus();
     if (seen & GED_MEMORY) look_at_memory();
-    if (seen & GED_PCI) eject();
+    leaving |= seen & GED_PCI;                   /* it is said once, and read once */
+    if (leaving && !clings) {
+        eject();
+        leaving = false;
+        seen |= GED_PCI;
+    }
     return (seen & GED_BUTTON ? EVENT_BUTTON : 0) | (seen & GED_PCI ? EVENT_PCI : 0);
 }

@@ -1,7 +1,8 @@
 /*
  * Commands typed on the serial port, one line each, its words those of the command line:
- * disk=check, disk.0=reset, net.0=ping:router, cpu=popcnt, end=off; or bare: an end (off, reboot,
- * ...), ping, status.
+ * disk=check, disk.0=reset, net.0=ping:router, cpu=popcnt, end=off, button=stay; or bare: an end
+ * (off, reboot, ...), ping, status, cling, let_go. A NUL is nothing: some VMMs type one when a
+ * viewer leaves.
  */
 #include "devices.h"
 #include "disk.h"
@@ -10,6 +11,7 @@
 #include "net.h"
 #include "power.h"
 #include "say.h"
+#include "slots.h"
 #include "text.h"
 
 enum { DATA = 0x3f8, LINE_STATUS = 0x3fd, DATA_READY = 1, BURST_MAX = 256 };
@@ -32,6 +34,7 @@ static bool assign(const char *word, u32 len) {
         instructions_try(value);
         return true;
     }
+    if (is(word, head, "button")) return power_button_means(value, value_len);
     if (!is(word, head, "end") || !power_known(value, value_len)) return false;
     power_end(value, value_len);
     return true;
@@ -42,6 +45,8 @@ static bool obey(const char *word, u32 len) {
     if (power_known(word, len)) power_end(word, len);
     else if (is(word, len, "ping")) say("pong token=\"\"");
     else if (is(word, len, "status")) devices_describe();
+    else if (is(word, len, "cling")) announce_cling(true);
+    else if (is(word, len, "let_go")) announce_cling(false);
     else return false;
     return true;
 }
@@ -61,6 +66,6 @@ void input_poll(void) {
     for (u32 i = 0; i < BURST_MAX && inb(LINE_STATUS) & DATA_READY; i++) {
         char c = inb(DATA);
         if (c == '\n' || c == '\r') line_complete();
-        else if (used < sizeof line - 1) line[used++] = c;
+        else if (c && used < sizeof line - 1) line[used++] = c;
     }
 }

@@ -39,17 +39,10 @@ static void say_memory(const struct start_info *info) {
     say("machine memory=%lu cpus=%u cpus_max=%u", total, acpi.cpus_present, acpi.cpus_max);
 }
 
-static void button(void) {
-    const char *how = option("button");
-    say("button name=power");
-    if (!how) how = "off";
-    power_end(how, span(how, ' ', ' '));
-}
-
 static void announced(void) {
     u32 seen = announcements();
     if (seen & EVENT_PCI) devices_scan(true);
-    if (seen & EVENT_BUTTON) button();
+    if (seen & EVENT_BUTTON) power_button();
 }
 
 /* Whether the moment has come again; if so, the next one is counted from now. */

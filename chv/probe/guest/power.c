@@ -4,6 +4,8 @@
  */
 #include "acpi.h"
 #include "clock.h"
+#include "options.h"
+#include "panic.h"
 #include "power.h"
 #include "say.h"
 #include "text.h"
@@ -11,6 +13,8 @@
 enum { STILL_ALIVE_MS = 2000, SLEEP_ENABLE = 1 << 5, PM1_SLEEP_ENABLE = 1 << 13 };
 
 extern _Noreturn void triple_fault(void);
+
+static char button[8];                           /* what was typed, before what was booted with */
 
 static void off(void) {
     if (acpi.sleep.at) reg_write(acpi.sleep, 0, 1, acpi_s5() << 2 | SLEEP_ENABLE);
@@ -29,9 +33,13 @@ static void spin(void) {
 static void page_fault(void) { *(volatile u32 *)0x7fffffff000 = 0; }
 static void stay(void) {}
 
+static void panic(void) {
+    if (panic_tell()) stop();
+}
+
 static const struct { const char *name; void (*run)(void); } ends[] = {
     {"off", off}, {"reboot", reboot}, {"halt", stop}, {"spin", spin},
-    {"fault", page_fault}, {"triple", triple_fault}, {"stay", stay},
+    {"fault", page_fault}, {"triple", triple_fault}, {"panic", panic}, {"stay", stay},
 };
 
 bool power_known(const char *how, u32 len) {
@@ -48,4 +56,18 @@ void power_end(const char *how, u32 len) {
     for (u64 begun = us(); !past(begun, STILL_ALIVE_MS);) pause();
     say("end-failed how=%S", len, how);
     stop();
+}
+
+bool power_button_means(const char *how, u32 len) {
+    if (!power_known(how, len)) return false;
+    keep(button, sizeof button, how, len);
+    say("button-set how=%S", len, how);
+    return true;
+}
+
+void power_button(void) {
+    const char *how = button[0] ? button : option("button");
+    say("button name=power");
+    if (!how) how = "off";
+    power_end(how, span(how, ' ', ' '));
 }

@@ -22,6 +22,7 @@ void slot_poll(u16 bridge, u8 bus) {
     bool on = !(control & CONTROL_POWER_OFF), button = status & STATUS_BUTTON;
     u16 kept = control & ~(CONTROL_INDICATOR | CONTROL_POWER_OFF), wanted = kept | INDICATOR_ON;
     if (!(status & STATUS_PRESENT)) return;
+    if (button && announce_clings()) return;
     if (on && button && (control & CONTROL_INDICATOR) == INDICATOR_ON) {
         devices_release(bus << 8, "requested");
         wanted = kept | CONTROL_POWER_OFF | INDICATOR_OFF;

@@ -9,3 +9,6 @@ enum { EVENT_BUTTON = 1, EVENT_PCI = 2 };
 void announce_init(void);
 /* Look at the announcements: CPUs and memory are reported here, the rest is returned. */
 u32 announcements(void);
+/* Let go of no device that is asked for, until told otherwise. */
+void announce_cling(bool to_devices);
+bool announce_clings(void);
