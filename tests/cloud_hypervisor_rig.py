@@ -1,18 +1,20 @@
-"""A real Cloud Hypervisor under the driver, with the probe guest; skips where there is none."""
+"""A real Cloud Hypervisor under its driver, with the probe guest: `World` makes VMs and back ends.
+
+Skips, and says why, where there is no program or no /dev/kvm. What it is like under the contract
+that all VMMs are held to is in `vmm_rig_probe`.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
-import socket
-import struct
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -25,11 +27,10 @@ from chv.common.process import PlainProvider, SpawnSpec, WorkerRecord, terminate
 from chv.common.process.child import Child, start_child
 from chv.common.process.spec import Program
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
-from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig, VmmState
+from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig, VmmDriver, VmmState
+from chv.vmm.handing import handed_over
 from tests.helpers import wait_until
-from tests.vmm_rigs import TUNGETIFF, open_tap
 
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 PROBE = Path(__file__).parents[1] / "chv" / "probe" / "probe.elf"
 STOCK, TOLERANT = "CHV_CLOUD_HYPERVISOR", "CHV_CLOUD_HYPERVISOR_TOLERANT"
 
@@ -40,12 +41,51 @@ def binary_of(variable: str = STOCK) -> str:
     if not found and variable == STOCK:
         found = shutil.which("cloud-hypervisor") or ""
     if not found:
-        pytest.skip(f"no Cloud Hypervisor: {variable} names none" + " and PATH holds none")
+        pytest.skip(f"no Cloud Hypervisor: {variable} names none and PATH is not enough")
     if os.geteuid() != 0:
         pytest.skip("needs root: VMMs run under uids of their own")
-    if not Path("/dev/kvm").exists():
-        pytest.skip("no /dev/kvm")
+    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        pytest.skip("Cloud Hypervisor needs /dev/kvm")
     return found
+
+
+async def spawn(
+    provider: PlainProvider, driver: VmmDriver, config: VmmConfig, *, uid: int, **more: Any
+) -> WorkerRecord:
+    """Start a VMM as the agent does: root makes what it inherits."""
+    launch = driver.launch(config)
+    base = Path(config.runtime_dir).parent
+    with handed_over(launch) as fds:
+        return await provider.spawn(
+            SpawnSpec(
+                worker_id=config.worker_id,
+                argv=more.pop("argv", launch.argv),
+                environment=launch.environment | more.pop("environment", {}),
+                cwd=launch.cwd,
+                fds=fds,
+                uid=uid,
+                gid=uid,
+                groups=launch.groups,
+                log_path=str(more.pop("log_path", base / "vmm.log")),
+                own_devices=more.pop("own_devices", _devices(launch.private_kvm)),
+            )
+        )
+
+
+def _devices(private_kvm: object) -> tuple[str, ...]:
+    return ("/dev/kvm",) if private_kvm else ()
+
+
+def with_seccomp(argv: Sequence[str], mode: str) -> tuple[str, ...]:
+    """A glibc build's own filter ends the thread that moves a VM: "log" lets it live."""
+    return tuple(mode if word == "true" else word for word in argv)
+
+
+def make_directories(*directories: Path, uid: int) -> None:
+    """Make them, the VM's own."""
+    for directory in directories:
+        directory.mkdir(mode=0o700)
+        os.chown(directory, uid, uid)
 
 
 @dataclass
@@ -127,21 +167,6 @@ class Vm:
         return (self.base / "vmm.log").read_text()
 
 
-@contextmanager
-def open_nic() -> Iterator[int]:
-    """A tap that is up: a NIC whose tap is down is dead from its first frame on."""
-    with open_tap() as tap, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        raise_link(control, tap)
-        yield tap
-
-
-def raise_link(control: socket.socket, tap: int, *, up: bool = True) -> None:
-    """Set a tap's link up or down."""
-    name = fcntl.ioctl(tap, TUNGETIFF, bytes(40))[:16]
-    flags = IFF_UP if up else 0
-    fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", name, flags))
-
-
 @asynccontextmanager
 async def open_world() -> AsyncIterator[World]:
     """A directory that the VM's uid may pass through, and everything in it, gone afterwards."""
@@ -195,42 +220,15 @@ class World:
         )
         config = msgspec.structs.replace(config, **more)
         home.mkdir(mode=0o711)
-        for directory in (home / "vmm", home / "save"):
-            directory.mkdir(mode=0o700)
-            os.chown(directory, self.uid, self.uid)
+        make_directories(home / "vmm", home / "save", uid=self.uid)
         vm = Vm(driver, home, config)
         await self.spawn(vm, seccomp=seccomp)
         return vm
 
     async def spawn(self, vm: Vm, *, seccomp: str = "true") -> None:
-        """Start the VMM as the agent does: root makes what it inherits."""
-        launch = vm.driver.launch(vm.config)
-        with ExitStack() as opened:
-            fds = {}
-            for number, path in launch.listeners.items():
-                Path(path).unlink(missing_ok=True)
-                listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-                listener.bind(path)
-                Path(path).chmod(0o600)
-                listener.listen(8)
-                fds[number] = listener.fileno()
-            for number, path in launch.appended.items():
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-                fds[number] = os.open(path, flags, 0o600)
-                opened.callback(os.close, fds[number])
-            vm.record = await self.provider.spawn(
-                SpawnSpec(
-                    worker_id=vm.config.worker_id,
-                    argv=tuple(seccomp if word == "true" else word for word in launch.argv),
-                    environment=launch.environment,
-                    fds=fds,
-                    uid=self.uid,
-                    gid=self.uid,
-                    groups=launch.groups,
-                    own_devices=("/dev/kvm",) if launch.private_kvm else (),
-                    log_path=str(vm.base / "vmm.log"),
-                )
-            )
+        """Start its VMM."""
+        argv = with_seccomp(vm.driver.launch(vm.config).argv, seccomp)
+        vm.record = await spawn(self.provider, vm.driver, vm.config, uid=self.uid, argv=argv)
         self.stack.push_async_callback(self._end, vm)
         self.stack.push_async_callback(terminate, vm.record, grace_s=0)
 
@@ -270,4 +268,7 @@ class World:
         return DiskConfig(id=name, kind="vhost-user-blk", path=str(path)), child
 
 
-__all__ = ["STOCK", "TOLERANT", "Vm", "World", "binary_of", "open_nic", "open_world", "raise_link"]
+__all__ = [
+    *("STOCK", "TOLERANT", "Vm", "World", "binary_of", "make_directories", "open_world", "spawn"),
+    "with_seccomp",
+]

@@ -118,6 +118,7 @@ class Vmms:
             gid=uid,
             groups=launch.groups,
             environment=dict(launch.environment),
+            cwd=launch.cwd,
             fds={
                 number: fd
                 for nic_id, numbers in launch.nic_fds.items()
@@ -181,7 +182,10 @@ class Vmms:
         driver, runtime_dir = self._driver(vm), self._layout.vmm(vm.uid)
         # A tap that was handed over at the start is held by the VMM: opening it again is refused.
         given = driver.launch(config).nic_fds
-        async with self._taps(nic.id for nic in config.nics if nic.id not in given) as taps:
+        added = [nic.id for nic in config.nics if nic.id not in given]
+        for nic_id in added:
+            await driver.drop_nic(runtime_dir, nic_id)  # what an attempt that was cut short left
+        async with self._taps(added) as taps:
             await failpoint("agent.vmm.create.taps_open")
             await driver.create(runtime_dir, config, taps)
 

@@ -21,8 +21,9 @@ from chv.common.errors import (
 )
 from chv.vmm.cloud_hypervisor import sizes
 from chv.vmm.driver import DiskConfig, NicConfig, Sizes, VmmState
-from tests.cloud_hypervisor_rig import TOLERANT, Vm, World, binary_of, open_nic, open_world
+from tests.cloud_hypervisor_rig import TOLERANT, Vm, World, binary_of, open_world
 from tests.helpers import wait_until
+from tests.vmm_rigs import open_tap
 
 pytestmark = pytest.mark.root
 MIB = 1 << 20
@@ -98,7 +99,7 @@ async def test_counters_show_what_was_counted_alone(world: World) -> None:
     image.write_bytes(bytes(MIB))
     image.chmod(0o644)
     seed = DiskConfig(id="seed", kind="file", path=str(image), read_only=True)
-    with open_nic() as tap:
+    with open_tap() as tap:
         vm = await world.vm(disks=(seed,), nics=(NIC,), cmdline="disk=none net=off")
         await vm.start({"net0": (tap,)})
         counted = await vm.driver.counters(vm.dir)
@@ -143,7 +144,7 @@ async def saved(world: World, *, disk: DiskConfig, tap: int) -> Vm:
 
 async def test_a_vm_comes_back_from_a_snapshot_with_other_paths(world: World) -> None:
     disk, child = await world.serve("root")
-    with open_nic() as tap:
+    with open_tap() as tap:
         vm = await saved(world, disk=disk, tap=tap)
         await child.terminate(grace_s=0)
         (world.base / "other.raw").write_bytes((world.base / "root.raw").read_bytes())
@@ -171,7 +172,7 @@ async def test_a_snapshot_of_other_devices_is_refused_and_the_vmm_stays_empty(
     world: World,
 ) -> None:
     disk, _ = await world.serve("root")
-    with open_nic() as tap:
+    with open_tap() as tap:
         vm = await saved(world, disk=disk, tap=tap)
         clone = await world.vm("b", binary=binary_of(TOLERANT), restore_dir=str(vm.base / "save"))
         with pytest.raises(InvalidArgument, match="disk-root"):
@@ -219,7 +220,7 @@ async def test_a_vm_that_nobody_takes_goes_on(world: World) -> None:
 
 
 async def test_a_vm_with_a_tap_by_descriptor_does_not_move(world: World) -> None:
-    with open_nic() as tap:
+    with open_tap() as tap:
         vm = await world.vm(nics=(NIC,))
         with pytest.raises(Unsupported, match="taps"):
             await vm.driver.receive(vm.dir, vm.config, {}, world.base / "s")

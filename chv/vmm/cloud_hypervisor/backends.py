@@ -6,6 +6,7 @@ together with its list of disks.
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any
 
@@ -24,16 +25,17 @@ def vhost_disks(info: Info) -> list[dict[str, Any]]:
 
 
 def listens(path: str) -> bool:
-    """Tell whether somebody accepts on a Unix socket; never waits."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
+    """Tell whether somebody holds the stream socket at `path`; nobody notices being asked.
+
+    A datagram socket cannot connect to it, and the kernel says why: it is of another type, or it
+    is held by nobody. That works across network namespaces, where lists of sockets end.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(path)
-        except BlockingIOError:
-            return True  # its queue is full of others
-        except OSError:
-            return False
-        return True
+        except OSError as error:
+            return error.errno == errno.EPROTOTYPE
+        return False  # somebody's datagrams: no back end
 
 
 def require_listening(info: Info) -> None:

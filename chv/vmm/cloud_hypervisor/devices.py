@@ -12,12 +12,21 @@ from collections.abc import Sequence
 
 import anyio
 
-from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from chv.vmm.cloud_hypervisor import api, backends, spec
+from chv.common.errors import (
+    ChvError,
+    Conflict,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    Unavailable,
+)
+from chv.vmm.cloud_hypervisor import api, backends, spec, taps
 from chv.vmm.cloud_hypervisor.api import Info
 from chv.vmm.cloud_hypervisor.machine import Machine, require
+from chv.vmm.cloud_hypervisor.refusals import Refused
 from chv.vmm.driver import DiskConfig, NicConfig, PluggedDisk, VmmState
 
+KEPT = "the VMM keeps its tap until it ends: stop the VM and start it again"
 REMOVE_S_MAX = 8.0
 POLL_S = 0.02
 
@@ -67,8 +76,29 @@ async def add_nic(machine: Machine, nic: NicConfig, fds: Sequence[int]) -> None:
     if _configured(info, "net", body["id"]):
         return
     _require_free(info, body["id"], f"NIC {nic.id}")
-    await machine.api.change("vm.add-net", body, fds)
+    taps.require_up(nic, fds)
+    refused: ChvError | None = None
+    try:
+        await machine.api.change("vm.add-net", body, fds)
+    except (Refused, InvalidArgument, Conflict) as error:
+        refused = error
+    if refused is not None:
+        machine.journal.mark("tap-kept", {"nic": nic.id})
+        raise FailedPrecondition(refused.message, field="nics", hint=KEPT)
     await _read_back(machine, "net", body)
+
+
+async def drop_nic(machine: Machine, nic_id: str) -> None:
+    """Say where the tap of a NIC that is not plugged cannot be had back.
+
+    The VMM closes no descriptor of a NIC that it refused, nor of one that it noted down in a VM
+    that was not finished: the first costs the VM its process, the second has run no guest.
+    """
+    seen = await machine.look()
+    if nic_id in seen.history.kept_taps:
+        raise FailedPrecondition(f"NIC {nic_id} was refused before", field="nics", hint=KEPT)
+    if seen.state is VmmState.EMPTY and seen.info is not None:
+        await machine.clear(seen)
 
 
 async def remove_nic(machine: Machine, nic_id: str) -> None:

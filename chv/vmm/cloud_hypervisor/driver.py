@@ -8,7 +8,6 @@ the VMM out. The guest agent needs a line into the guest that this VMM does not 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,15 +17,15 @@ import anyio.lowlevel
 from chv.common.errors import (
     ChvError,
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     OutcomeUnknown,
     Unavailable,
 )
 from chv.common.process import landlock_abi
-from chv.vmm.cloud_hypervisor import backends, counting, devices, moving, probe, sizes, spec
-from chv.vmm.cloud_hypervisor.line import LineLost
-from chv.vmm.cloud_hypervisor.machine import Machine, require
+from chv.vmm.cloud_hypervisor import backends, counting, devices, moving, probe, sizes, spec, taps
+from chv.vmm.cloud_hypervisor.machine import ENDED, Machine, require
 from chv.vmm.driver import (
     Counters,
     DiskConfig,
@@ -118,6 +117,8 @@ class CloudHypervisorDriver(Limited):
             return
         if lacking := {nic.id for nic in config.nics} - nic_fds.keys():
             raise InvalidArgument(f"no descriptors for {sorted(lacking)}", field="nics")
+        for nic in config.nics:
+            taps.require_up(nic, nic_fds[nic.id])
         await machine.clear(seen)
         failure: ChvError | None = None
         try:
@@ -127,8 +128,12 @@ class CloudHypervisorDriver(Limited):
                 raise
             failure = error
         if failure is not None:
-            await machine.delete()  # a configuration stays behind a failed vm.create
-            raise failure
+            noted = (await machine.look()).info is not None or config.restore_dir
+            if not noted or not config.nics:
+                await machine.delete()  # a configuration stays behind a failed vm.create
+                raise failure
+            await machine.end()
+            raise FailedPrecondition(failure.message, field=failure.field, hint=ENDED)
         machine.journal.mark("made", spec.limits(config))
 
     async def _make(
@@ -246,10 +251,7 @@ class CloudHypervisorDriver(Limited):
     async def quit(self, runtime_dir: Path) -> None:
         """Ask the VMM to end at once; it may hang up instead of answering."""
         machine = self._machine(runtime_dir)
-        with contextlib.suppress(Unavailable):
-            machine.journal.mark("stop")
-        with contextlib.suppress(LineLost):
-            await machine.api.change("vmm.shutdown")
+        await machine.end()
         await self.close(runtime_dir)
 
     async def await_disks(self, runtime_dir: Path, disk_ids: tuple[str, ...]) -> None:
@@ -287,9 +289,8 @@ class CloudHypervisorDriver(Limited):
         await devices.add_nic(self._machine(runtime_dir), nic, fds)
 
     async def drop_nic(self, runtime_dir: Path, nic_id: str) -> None:
-        """Nothing is held of what is not plugged: descriptors come with the NIC or not at all."""
-        del nic_id
-        await self._machine(runtime_dir).told_version()
+        """Refuse where the VMM holds the tap, which is until it ends."""
+        await devices.drop_nic(self._machine(runtime_dir), nic_id)
 
     async def remove_nic(self, runtime_dir: Path, nic_id: str) -> None:
         """Unplug a NIC, with the guest's help."""

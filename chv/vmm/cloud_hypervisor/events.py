@@ -72,6 +72,7 @@ class History:
     reboots_due: int = 0
     migration: str = ""  # of the last one: started | finished | failed
     limits: dict[str, int] = field(default_factory=dict)  # what `create` promised
+    kept_taps: list[str] = field(default_factory=list)  # of NICs that were refused
 
     def fold(self, event: Event) -> None:
         """Take in one record."""
@@ -81,7 +82,7 @@ class History:
                 self.stops_due = self.reboots_due = 0
                 self.boot_begun = True
             case "vm/booted" | "vm/rebooted" | "vm/restored" | "vm/migration-receive-finished":
-                self.up, self.boot_begun = True, False
+                self.up, self.boot_begun, self.made = True, False, True
             case "vm/shutdown":
                 self.guest_off = self.stops_due == 0
                 self.stops_due = 0
@@ -114,6 +115,8 @@ class History:
                 self.migration = ""
             case "making":
                 self.made = self.guest_off = self.panicked = self.up = self.boot_begun = False
+            case "tap-kept":
+                self.kept_taps = [*self.kept_taps, str(event.properties["nic"])]
             case "made":
                 self.made = True
                 self.limits = {str(k): int(v) for k, v in event.properties.items()}

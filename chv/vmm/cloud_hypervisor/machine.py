@@ -5,19 +5,22 @@ The API calls a VM that its guest powered off the same as one that never ran; th
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from chv.common.errors import ChvError, FailedPrecondition
+from chv.common.errors import ChvError, FailedPrecondition, Unavailable
 from chv.vmm.cloud_hypervisor import api, backends, spec
 from chv.vmm.cloud_hypervisor.api import Api, Info
 from chv.vmm.cloud_hypervisor.events import History
 from chv.vmm.cloud_hypervisor.journal import Journal
+from chv.vmm.cloud_hypervisor.line import LineLost
 from chv.vmm.cloud_hypervisor.refusals import NoVm, Refused
 from chv.vmm.driver import VmmState
 
 # A VMM that confined itself to the files of its first VM opens no others.
 AGAIN = "the VM was removed from its VMM: create it again, with other files in a new VMM"
+ENDED = "its VMM has ended, as it would have kept the taps of its NICs: begin with a new VMM"
 NOT_FOUND_SINCE = 53  # before, a missing VM is a failure like any other
 
 _STATES = {
@@ -67,6 +70,8 @@ class Machine:
         off = history.guest_off or (history.up and not history.stops_due)
         if state is VmmState.CREATED and off:
             state = VmmState.SHUTDOWN  # the event may come a moment after the state
+        if state is VmmState.CREATED and not history.made:
+            state = VmmState.EMPTY  # a `create` that was cut short: devices may be missing
         return Seen(state, info, history)
 
     async def _info(self) -> Info | None:
@@ -91,8 +96,8 @@ class Machine:
     async def boot(self, seen: Seen) -> None:
         """Build the VM and let it run. After a failure there is no VM any more: create it again."""
         if seen.history.boot_begun:
-            await self.delete()
-            raise FailedPrecondition("an earlier boot failed half-way", hint=AGAIN)
+            hint = await self.give_up(seen)
+            raise FailedPrecondition("an earlier boot failed half-way", hint=hint)
         backends.require_listening(seen.present)
         refused: ChvError | None = None
         try:
@@ -100,8 +105,8 @@ class Machine:
         except Refused as error:
             refused = error
         if refused is not None:
-            await self.delete()  # its device lists may be gone: it would boot without a disk
-            raise FailedPrecondition(refused.message, hint=AGAIN)
+            hint = await self.give_up(seen)  # its device lists may be gone
+            raise FailedPrecondition(refused.message, hint=hint)
 
     async def reboot(self, seen: Seen) -> None:
         """Rebuild the running VM; as `boot`."""
@@ -113,8 +118,8 @@ class Machine:
         except Refused as error:
             refused = error
         if refused is not None:
-            await self.delete()
-            raise FailedPrecondition(refused.message, hint=AGAIN)
+            hint = await self.give_up(seen)
+            raise FailedPrecondition(refused.message, hint=hint)
 
     async def stop(self) -> None:
         """Cut the VM off; waits for no disk."""
@@ -128,13 +133,32 @@ class Machine:
         await self.api.change("vm.delete")
         self._unlink_serial()
 
+    async def give_up(self, seen: Seen) -> str:
+        """Make way for another attempt; returns where that is to be made.
+
+        A NIC that was noted down and never built keeps its tap until the VMM ends, whatever becomes
+        of the VM: nobody could open that tap again.
+        """
+        if seen.info is not None and seen.info.listed("net"):
+            await self.end()
+            return ENDED
+        await self.delete()
+        return AGAIN
+
+    async def end(self) -> None:
+        """End the VMM; it may hang up instead of answering."""
+        with suppress(Unavailable):
+            self.journal.mark("stop")
+        with suppress(LineLost):
+            await self.api.change("vmm.shutdown")
+
     async def clear(self, seen: Seen) -> None:
-        """Make way for a new VM."""
-        if seen.info is not None:
-            await self.delete()
-            return
-        self.journal.mark("making")
-        self._unlink_serial()
+        """Make way for a new VM; Unavailable where that takes a new VMM."""
+        if seen.info is None:
+            self.journal.mark("making")
+            self._unlink_serial()
+        elif await self.give_up(seen) == ENDED:
+            raise Unavailable("an earlier attempt to make this VM was cut short", hint=ENDED)
 
     def _unlink_serial(self) -> None:
         """Of a VM that never ran, and of a dead VMM, the socket stays, and the next cannot bind."""

@@ -7,8 +7,7 @@ here. A snapshot needs a KVM that can tell nested state; where it cannot, the re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -115,7 +114,7 @@ def _rewrite(path: Path, like: os.stat_result, config: spec.Body) -> None:
 async def receive(machine: Machine, config: VmmConfig, socket: Path) -> None:
     """Wait for a VM; the VMM answers nothing else meanwhile.
 
-    It comes with the paths that it had: its serial port stays in the directory of the sender.
+    It comes with the paths that it had, but for those in the VMM's own directory.
     """
     if config.nics:
         raise Unsupported(
@@ -124,11 +123,6 @@ async def receive(machine: Machine, config: VmmConfig, socket: Path) -> None:
     require("receive", (await machine.look()).state, VmmState.EMPTY)
     body = {"receiver_url": f"unix:{socket}"}
     await machine.api.put("vm.receive-migration", body, limit_s=api.MOVE_S_MAX)
-    served = Path((await machine.api.info()).config["serial"]["socket"])
-    own = machine.runtime_dir / spec.SERIAL_SOCKET
-    if served != own:
-        own.unlink(missing_ok=True)
-        own.symlink_to(served)
     machine.journal.mark("made", spec.limits(config))
 
 
@@ -144,42 +138,14 @@ async def send(machine: Machine, socket: Path) -> None:
     require("send", seen.state, VmmState.RUNNING, VmmState.PAUSED)
     machine.journal.mark("sending")
     body = {"destination_url": f"unix:{socket}", "local": True}
-    with _serial_given_up(machine.runtime_dir / spec.SERIAL_SOCKET) as taken:
-        await machine.api.put("vm.send-migration", body, limit_s=api.MOVE_S_MAX)
-        with anyio.move_on_after(api.MOVE_S_MAX):
-            while not (outcome := await _outcome(machine)):
-                taken()
-                await anyio.sleep(POLL_S)
-            if outcome == "failed":
-                raise FailedPrecondition("the other side did not take the VM; it goes on here")
-            return
+    await machine.api.put("vm.send-migration", body, limit_s=api.MOVE_S_MAX)
+    with anyio.move_on_after(api.MOVE_S_MAX):
+        while not (outcome := await _outcome(machine)):  # noqa: ASYNC110
+            await anyio.sleep(POLL_S)
+        if outcome == "failed":
+            raise FailedPrecondition("the other side did not take the VM; it goes on here")
+        return
     raise OutcomeUnknown(f"no end of the move in {api.MOVE_S_MAX:g} s")
-
-
-@contextmanager
-def _serial_given_up(path: Path) -> Iterator[Callable[[], None]]:
-    """Leave the name of the serial socket to the receiver, and let it keep it.
-
-    Both VMMs have the same path in their configuration: the receiver binds it, and the sender
-    removes it when it ends. What is yielded is to be called until then.
-    """
-    aside, kept = path.with_name(f"{path.name}.sent"), path.with_name(f"{path.name}.kept")
-    kept.unlink(missing_ok=True)
-    path.rename(aside)
-
-    def taken() -> None:
-        if path.exists() and not kept.exists():
-            kept.hardlink_to(path)
-
-    try:
-        yield taken
-    except FailedPrecondition:
-        aside.rename(path)
-        raise
-    finally:
-        if kept.exists():
-            kept.replace(path)
-            aside.unlink(missing_ok=True)
 
 
 async def _outcome(machine: Machine) -> str:

@@ -24,6 +24,7 @@ Body = dict[str, Any]
 API_SOCKET = "api.sock"
 EVENTS_FILE = "events.log"
 SERIAL_SOCKET = "serial.sock"
+OWN_DIRECTORY = "."
 API_FD, EVENTS_FD = 10, 11  # leaves 3..9 to whoever starts the process
 DISK_PREFIX, NIC_PREFIX = "disk-", "nic-"
 VHOST = "vhost-user-blk"
@@ -62,6 +63,7 @@ def launch(
     )
     return Launch(
         argv=argv,
+        cwd=config.runtime_dir,
         listeners={API_FD: str(check_socket_path(api_socket(base)))},
         appended={EVENTS_FD: str(events_file(base))},
         groups=groups,
@@ -252,13 +254,17 @@ def _memory(config: VmmConfig) -> Body:
 
 
 def _serial(config: VmmConfig) -> Body:
-    base = Path(_path(config.runtime_dir, "runtime_dir"))
-    return {"mode": "Socket", "socket": str(check_socket_path(base / SERIAL_SOCKET))}
+    """Named relative to the VMM's working directory, its own: a VM that moves takes the name along.
+
+    With an absolute path, the VMM that it leaves would unlink the socket of the one that has it.
+    """
+    check_socket_path(Path(_path(config.runtime_dir, "runtime_dir")) / SERIAL_SOCKET)
+    return {"mode": "Socket", "socket": SERIAL_SOCKET}
 
 
 def _landlock(config: VmmConfig) -> Body:
     """Paths in the configuration are allowed by themselves, sockets of others are not files."""
-    paths = [config.runtime_dir, *filter(None, (config.save_dir,))]
+    paths = [OWN_DIRECTORY, *filter(None, (config.save_dir,))]
     rules = [{"path": path, "access": "rw"} for path in paths]
     return {"landlock_enable": True, "landlock_rules": rules}
 

@@ -1,9 +1,8 @@
 """A guest that speaks as the probe does and obeys its words, without executing anything.
 
-Beyond the probe's own words (off, reboot, halt, spin, triple, ping) it knows `panic`, `ignore`
-(the power button), `cling` (to devices), `let_go` and
-`send` (a frame on every NIC). It looks at the button and at requests to
-let devices go every LOOK_S, as the probe does, and not while its vCPUs stand.
+Of the probe's words it knows off, reboot, halt, spin, triple, panic, ping, button=, cling and
+let_go, and of its own `send` (a frame on every NIC). It looks at the button and at requests to let
+devices go every LOOK_S, as the probe does, and not while its vCPUs stand.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Guest:
         """Take characters from the serial port; a line is a command."""
         *lines, self._line = (self._line + data).replace(b"\r", b"\n").split(b"\n")
         for line in lines:
-            for word in line.partition(b"\0")[0].decode(errors="replace").split():
+            for word in line.replace(b"\0", b"").decode(errors="replace").split():
                 self._obey(word)
 
     def _obey(self, word: str) -> None:
@@ -126,9 +125,9 @@ class Guest:
             self.say(f'pong token="{value}"')
         elif name == "send":
             self._machine.guest_sends()
-        elif name == "ignore":
-            self._ignores = True
-            self.say("ignores button")
+        elif name == "button" and value in ("stay", "off"):
+            self._ignores = value == "stay"
+            self.say(f"button-set how={value}")
         elif name in ("cling", "let_go"):
             self._clings = name == "cling"
             self.say(f"clings devices={int(self._clings)}")

@@ -65,13 +65,13 @@ def test_the_whole_configuration_is_this() -> None:
             {"id": "disk-seed", "path": "/img/seed", "readonly": True, "image_type": "Raw"},
         ],
         "rng": {"src": "/dev/urandom"},
-        "serial": {"mode": "Socket", "socket": "/run/chv/x/vm/0b7a/vmm/serial.sock"},
+        "serial": {"mode": "Socket", "socket": "serial.sock"},
         "console": {"mode": "Off"},
         "pvpanic": True,
         "platform": {"system_uuid": CONFIG.uuid},
         "landlock_enable": True,
         "landlock_rules": [
-            {"path": "/run/chv/x/vm/0b7a/vmm", "access": "rw"},
+            {"path": ".", "access": "rw"},
             {"path": "/run/chv/x/save", "access": "rw"},
         ],
     }
@@ -103,6 +103,7 @@ def test_the_process_inherits_its_socket_and_its_events_and_carries_its_id_once(
     assert launch.appended == {11: str(home / "events.log")}
     assert (launch.groups, launch.private_kvm) == ((36,), True)
     assert launch.nic_fds == {}
+    assert launch.cwd == CONFIG.runtime_dir
     assert launch.environment == {}
     assert "--no-shutdown" in launch.argv
 
@@ -189,7 +190,7 @@ def test_a_snapshot_gets_the_paths_of_its_new_vm_and_keeps_what_the_guest_knows(
         disks=(msgspec.structs.replace(CONFIG.disks[0], path="/run/chv/y.sock"), CONFIG.disks[1]),
     )
     made = spec.restored(saved, config, version=(53, 0), landlock=False)
-    assert made["serial"]["socket"] == "/run/chv/y/serial.sock"
+    assert made["serial"]["socket"] == "serial.sock"  # of whichever directory the VMM is in
     assert made["disks"][0]["vhost_socket"] == "/run/chv/y.sock"
     assert made["disks"][0]["serial"] == "kept"
     assert made["memory"] == saved["memory"]

@@ -1,4 +1,4 @@
-"""Cloud Hypervisor under the VMM contract: the real one with the probe guest, and its double."""
+"""Cloud Hypervisor, and its double, as one VM under the VMM contract; its guest is the probe."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ import shutil
 import signal
 import socket
 import sys
-import time
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from chv.common.errors import Unavailable
 from chv.common.ids import Ids
-from chv.common.process import SpawnSpec, terminate
+from chv.common.process import terminate
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
-from chv.vmm.driver import Launch, VmmConfig, VmmDriver
+from chv.vmm.driver import VmmConfig, VmmDriver
+from tests.cloud_hypervisor_rig import (
+    PROBE,
+    STOCK,
+    TOLERANT,
+    binary_of,
+    make_directories,
+    spawn,
+    with_seccomp,
+)
 from tests.helpers import wait_until
 from tests.vmm_rigs import ProcessRig, Rig
 
 ROOT = Path(__file__).parents[1]
-PROBE = ROOT / "chv" / "probe" / "probe.elf"
+VARIABLES = {"cloud_hypervisor": STOCK, "cloud_hypervisor_tolerant": TOLERANT}
 READY = b" ready virtio="
-WORDS = {"reboot": b"reboot", "power_off": b"off"}  # that the probe knows, and so the double
-MORE = {"ignore_button": b"ignore", "panic": b"panic", "cling": b"cling", "let_go": b"let_go"}
-ANSWERS = {"ignore_button": b"ignores ", "cling": b"clings ", "let_go": b"clings "}
-VARIABLES = {
-    "cloud_hypervisor": "CHV_CLOUD_HYPERVISOR",
-    "cloud_hypervisor_tolerant": "CHV_CLOUD_HYPERVISOR_TOLERANT",
+# What a rig's guest is asked to do, in the probe's words, and what it says to that.
+WORDS = {
+    "reboot": (b"reboot", b""),
+    "power_off": (b"off", b""),
+    "panic": (b"panic", b""),
+    "ignore_button": (b"button=stay", b" button-set how=stay"),
+    "cling": (b"cling", b" clings devices=1"),
+    "let_go": (b"let_go", b" clings devices=0"),
 }
 
 
@@ -48,7 +59,6 @@ class CloudHypervisorRig(ProcessRig):
         self.heard = b""
         self.switches: dict[str, object] = {}
         self.vm_config: VmmConfig | None = None
-        self.logs_seccomp = kind == "cloud_hypervisor_tolerant"
 
     @property
     def is_double(self) -> bool:
@@ -79,9 +89,7 @@ class CloudHypervisorRig(ProcessRig):
             await self.start_backend()
             os.chown(self.export, uid, uid)
         self.home.mkdir(mode=0o711)
-        for directory in (self.runtime_dir, self.save_dir):
-            directory.mkdir(mode=0o700)
-            os.chown(directory, uid, uid)
+        make_directories(self.runtime_dir, self.save_dir, uid=uid)
         config = self.vm_config = self.config(disk=disk)
         await self.spawn(config)
         nics = {name: (fd,) for name, fd in self.nics.items()}
@@ -89,45 +97,29 @@ class CloudHypervisorRig(ProcessRig):
 
     async def spawn(self, config: VmmConfig) -> None:
         """Start the VMM, without a VM."""
-        launch = self.driver.launch(config)
         self.kept_root = self.is_double and not _everybody_reads(ROOT)
         uid = 0 if self.kept_root else self.layout.vmm_uid(0)
-        with ExitStack() as opened:
-            fds = _inherited(launch, opened)
-            self.record = await self.provider.spawn(
-                SpawnSpec(
-                    worker_id=config.worker_id,
-                    argv=self._argv(launch),
-                    environment=launch.environment | self._environment(),
-                    cwd=str(ROOT) if self.is_double else "/",
-                    fds=fds,
-                    uid=uid,
-                    gid=uid,
-                    groups=launch.groups,
-                    own_devices=self._devices(launch),
-                    log_path=str(self.base / "vmm.log"),
-                )
-            )
+        more = self._as_double(config) if self.is_double else {}
+        if self.kind == "cloud_hypervisor_tolerant":
+            more = {"argv": with_seccomp(self.driver.launch(config).argv, "log")}
+        log_path = self.base / "vmm.log"
+        self.record = await spawn(
+            self.provider, self.driver, config, uid=uid, log_path=log_path, **more
+        )
         self.stack.push_async_callback(terminate, self.record, grace_s=0)
         self.stack.callback(self.hang_up)
         try:
             await wait_until(self._answers)
         except AssertionError:
-            pytest.fail(f"no VMM: {(self.base / 'vmm.log').read_text()}")
+            pytest.fail(f"no VMM: {log_path.read_text()}")
 
-    def _argv(self, launch: Launch) -> tuple[str, ...]:
-        if self.logs_seccomp:  # a glibc build's own filter ends the thread that moves a VM
-            return tuple("log" if word == "true" else word for word in launch.argv)
-        if self.is_double:
-            program = (sys.executable, "-S", "-m", "tests.doubles.cloud_hypervisor")
-            return (*program, *launch.argv[1:])
-        return launch.argv
-
-    def _environment(self) -> dict[str, str]:
-        return {"CHV_DOUBLE": json.dumps(self.switches)} if self.is_double else {}
-
-    def _devices(self, launch: Launch) -> tuple[str, ...]:
-        return ("/dev/kvm",) if launch.private_kvm and not self.is_double else ()
+    def _as_double(self, config: VmmConfig) -> dict[str, Any]:
+        program = (sys.executable, "-S", "-m", "tests.doubles.cloud_hypervisor")
+        return {
+            "argv": (*program, *self.driver.launch(config).argv[1:]),
+            "environment": {"CHV_DOUBLE": json.dumps(self.switches), "PYTHONPATH": str(ROOT)},
+            "own_devices": (),
+        }
 
     async def _answers(self) -> bool:
         try:
@@ -143,12 +135,11 @@ class CloudHypervisorRig(ProcessRig):
             assert self.record is not None
             tasks = Path(f"/proc/{self.record.pid}/task")
             while not all(_stands(task / "stat") for task in tasks.iterdir()):
-                time.sleep(0.001)
+                os.sched_yield()
 
     def save_to(self) -> Path:
         directory = self.save_dir / "snapshot"
-        directory.mkdir(mode=0o700)
-        os.chown(directory, self.layout.vmm_uid(0), self.layout.vmm_uid(0))
+        make_directories(directory, uid=self.layout.vmm_uid(0))
         return directory
 
     async def start_again(self, snapshot: Path) -> None:
@@ -172,9 +163,7 @@ class CloudHypervisorRig(ProcessRig):
         assert self.vm_config is not None
         twin = type(self)(self.kind, self.another_driver(), self.base, self.stack)
         twin.home.mkdir(mode=0o711)
-        for directory in (twin.runtime_dir, twin.save_dir):
-            directory.mkdir(mode=0o700)
-            os.chown(directory, self.layout.vmm_uid(0), self.layout.vmm_uid(0))
+        make_directories(twin.runtime_dir, twin.save_dir, uid=self.layout.vmm_uid(0))
         twin.vm_config = msgspec.structs.replace(
             self.vm_config,
             runtime_dir=str(twin.runtime_dir),
@@ -188,12 +177,10 @@ class CloudHypervisorRig(ProcessRig):
         return CloudHypervisorDriver()
 
     async def guest(self, action: str) -> None:
-        if action not in WORDS and not self.is_double:
-            pytest.skip(f"the probe guest does not know how to {action.replace('_', ' ')}")
-        word = (WORDS | MORE)[action]
+        word, answer = WORDS[action]
         await wait_until(lambda: self._type(b"\n" + word + b"\n"), what="serial port")
-        if action in ANSWERS:
-            await wait_until(lambda: self._hears(ANSWERS[action]), what=action)
+        if answer:
+            await wait_until(lambda: self._hears(answer), what=action)
 
     async def ready(self) -> None:
         await wait_until(lambda: self._hears(READY), timeout_s=20, what="guest")
@@ -244,22 +231,6 @@ class CloudHypervisorRig(ProcessRig):
             self.viewer = None
 
 
-def _inherited(launch: Launch, opened: ExitStack) -> dict[int, int]:
-    """Make what the VMM inherits, as the agent does."""
-    fds = {}
-    for number, path in launch.listeners.items():
-        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(path)
-        Path(path).chmod(0o600)
-        listener.listen(8)
-        fds[number] = listener.fileno()
-    for number, path in launch.appended.items():
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-        fds[number] = os.open(path, flags, 0o600)
-        opened.callback(os.close, fds[number])
-    return fds
-
-
 def _stands(stat: Path) -> bool:
     return stat.read_text().rpartition(")")[2].split()[0] in "Tt"
 
@@ -270,14 +241,5 @@ def _everybody_reads(path: Path) -> bool:
 
 def make(kind: str, base: Path, stack: AsyncExitStack) -> CloudHypervisorRig:
     """Return a rig of a kind, or skip."""
-    if kind.endswith("_double"):
-        return CloudHypervisorRig(kind, CloudHypervisorDriver(("cloud-hypervisor",)), base, stack)
-    variable = VARIABLES[kind]
-    binary = os.environ.get(variable, "") or (
-        shutil.which("cloud-hypervisor") if kind == "cloud_hypervisor" else ""
-    )
-    if not binary:
-        pytest.skip(f"no Cloud Hypervisor: {variable} names none")
-    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        pytest.skip("Cloud Hypervisor needs /dev/kvm")
+    binary = "cloud-hypervisor" if kind.endswith("_double") else binary_of(VARIABLES[kind])
     return CloudHypervisorRig(kind, CloudHypervisorDriver((binary,)), base, stack)
