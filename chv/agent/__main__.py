@@ -30,6 +30,7 @@ from chv.agent.images import Images
 from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.ports import Gate, Limits, World
 from chv.agent.probes import Probes, settings_of
+from chv.agent.saves import Saves
 from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
 from chv.agent.store_sqlite import open_store
@@ -48,7 +49,7 @@ from chv.common.wire.agent import METHODS, CollectImages
 from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
-from chv.vmm.registry import make_drivers
+from chv.vmm.registry import known_binaries, make_drivers
 
 log = logs.get("chv.agent")
 RETRY_S = 0.2
@@ -101,7 +102,12 @@ class Agent:
             kvm=settings.kvm,
             environment=os.environ,
         )
-        self.probes = Probes(settings, drivers, Path(config.images.cache_dir))
+        binaries = known_binaries(
+            qemu_binary=settings.qemu_binary,
+            cloud_hypervisor_binary=settings.cloud_hypervisor_binary,
+            environment=os.environ,
+        )
+        self.probes = Probes(settings, drivers, Path(config.images.cache_dir), binaries)
         nwd = self.daemons.link("nwd")
         self.vmms = Vmms(layout, self.provider, self.probes, nwd, self.console)
         self.guest = GuestProbe(nwd, layout)
@@ -117,6 +123,7 @@ class Agent:
             vmm=self.vmms,
             images=self.images,
             seeds=self.seeds,
+            saves=Saves(self.layout),
             guest=self.guest,
             gate=gate,
             clock=self.clock,

@@ -28,6 +28,7 @@ from chv.common.wire.resources import (
     Resource,
     SecurityGroup,
     VirtualMachine,
+    VirtualMachineSnapshot,
     Volume,
     VolumeAccessMode,
     VolumeSnapshot,
@@ -60,6 +61,8 @@ def check_change(tables: Tables, before: StoredObject, after: StoredObject) -> N
             _check_image(tables, before, old_image, new_image)
         case VolumeSnapshot() as old_snapshot, VolumeSnapshot() as new_snapshot:
             _refuse_changed(before, "spec", old_snapshot.spec, new_snapshot.spec)
+        case VirtualMachineSnapshot() as old_whole, VirtualMachineSnapshot() as new_whole:
+            _refuse_changed(before, "spec", old_whole.spec, new_whole.spec)
         case _:
             raise AssertionError("an object does not change its kind")
 
@@ -108,6 +111,13 @@ def check_shared(tables: Tables, after: dict[str, StoredObject], find: Find) -> 
 
 def check_delete(tables: Tables, stored: StoredObject) -> None:
     """Refuse to delete what an object still needs that is not being deleted itself."""
+    reader = _restored_from(tables, stored)
+    if reader is not None:
+        raise InUse(
+            f"{reader.title} is being restored from it",
+            resource=stored.title,
+            hint="wait for that, or stop the VM",
+        )
     holders = [holder for holder in holders_of(tables, stored.key) if not _leaves(holder)]
     if holders:
         names = ", ".join(holder.title for holder in holders[:5])
@@ -116,6 +126,16 @@ def check_delete(tables: Tables, stored: StoredObject) -> None:
             resource=stored.title,
             hint=_letting_go(stored, holders, names),
         )
+
+
+def _restored_from(tables: Tables, snapshot: StoredObject) -> StoredObject | None:
+    if not isinstance(snapshot.resource, VirtualMachineSnapshot):
+        return None
+    for vm in tables.objects.values():
+        wish = vm.facts.restore if vm.facts is not None else None
+        if wish is not None and wish.snapshot_uid == snapshot.uid:
+            return vm
+    return None
 
 
 def _letting_go(stored: StoredObject, holders: list[StoredObject], names: str) -> str:
@@ -175,7 +195,7 @@ def _check_move(tables: Tables, before: StoredObject, field: str) -> None:
     snapshots = [
         holder
         for holder in referrers(tables, before.key)
-        if holder.resource.kind == "VolumeSnapshot"
+        if isinstance(holder.resource, VolumeSnapshot | VirtualMachineSnapshot)
     ]
     if snapshots:
         names = ", ".join(holder.title for holder in snapshots[:5])

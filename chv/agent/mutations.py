@@ -28,9 +28,12 @@ from chv.agent.records import (
     RequestRow,
     StoredObject,
 )
+from chv.agent.snapshot.saving import refuse_unable
 from chv.agent.strategies import keep_stopped, silent
-from chv.agent.verbs import acted
+from chv.agent.tables import Tables
+from chv.agent.verbs import acted, started
 from chv.agent.vm.desired import vm_of
+from chv.agent.vm.restoring import asked, find_snapshot, require_restorable, restores, saved_of
 from chv.agent.volume.verbs import cancelled, requested, under_way, with_request
 from chv.common.errors import (
     ChvError,
@@ -47,6 +50,7 @@ from chv.common.wire.resources import (
     Network,
     Resource,
     VirtualMachine,
+    VirtualMachineSnapshot,
     Volume,
 )
 from chv.guest.user_data import check_user_data
@@ -77,6 +81,7 @@ class Mutations:
         await check_exposures(self._context, resources)
         await self._check_user_data(resources)
         self._check_keys(resources)
+        self._check_saves(resources)
         ledger = self._context.ledger
         async with ledger.writing():
             known = await self._recorded(request.idempotency_key, digest)
@@ -142,6 +147,18 @@ class Mutations:
                     hint=f"chv key create {name} -n {metadata.namespace}",
                 )
 
+    def _check_saves(self, resources: list[Resource]) -> None:
+        """Refuse to save a VM whose VMM cannot."""
+        for resource in resources:
+            if not isinstance(resource, VirtualMachineSnapshot):
+                continue
+            metadata, tables = resource.metadata, self._context.ledger.tables
+            name = resource.spec.virtual_machine
+            vm = tables.find("VirtualMachine", metadata.namespace, name)
+            there = tables.find(resource.kind, metadata.namespace, metadata.name)
+            if vm is not None and there is None:
+                refuse_unable(self._context, vm)
+
     async def _check_user_data(self, resources: list[Resource]) -> None:
         """Refuse now what would fail each start."""
         for resource in resources:
@@ -197,6 +214,10 @@ class Mutations:
     async def act(self, request: api.ActOnVm) -> api.OperationReply:
         """Start, stop, restart or reset a VM."""
         self._context.world.gate.check(request.verb.value)
+        if request.verb is api.VmVerb.RESTORE:
+            await self._check_restore(request)
+        elif request.snapshot:
+            raise InvalidArgument("it belongs to restore", field="snapshot")
         # The key apart: the same request under another key is another request.
         digest = _digest("act", msgspec.json.encode(_replace(request, idempotency_key="")))
         ledger = self._context.ledger
@@ -210,8 +231,7 @@ class Mutations:
             operation = self._context.operations.new(
                 request.verb.value, stored, request.requester, request.reason
             )
-            row = tables.workers.get(stored.uid)
-            after = acted(stored, row, request, operation.id)
+            after = self._after_verb(tables, stored, request, operation.id)
             current = tables.active_operation(stored.uid)
             if current is not None and self._same(current, request, stored, after):
                 return api.OperationReply(operation=current, joined=True)
@@ -227,6 +247,24 @@ class Mutations:
         self._workers.ensure(after)
         return reply
 
+    async def _check_restore(self, request: api.ActOnVm) -> None:
+        """Refuse what would fail later, before a VM is stopped for it."""
+        vm = queries.require(self._context, "VirtualMachine", request.namespace, request.name)
+        tables = self._context.ledger.tables
+        snapshot = find_snapshot(tables, request.namespace, request.snapshot)
+        saved_of(tables, snapshot.uid)
+        await require_restorable(self._context, vm, snapshot.uid)
+
+    @staticmethod
+    def _after_verb(
+        tables: Tables, stored: StoredObject, request: api.ActOnVm, operation_id: str
+    ) -> StoredObject:
+        """Return the VM with what the verb wants."""
+        if request.verb is not api.VmVerb.RESTORE or stored.deleting:
+            return acted(stored, tables.workers.get(stored.uid), request, operation_id)
+        snapshot = find_snapshot(tables, request.namespace, request.snapshot)
+        return asked(tables, started(stored), snapshot, operation_id, force=request.force)
+
     @staticmethod
     def _same(
         current: Operation, request: api.ActOnVm, before: StoredObject, after: StoredObject
@@ -238,6 +276,8 @@ class Mutations:
             return before.facts is not None and bool(before.facts.reset_request)
         if request.verb in (api.VmVerb.PAUSE, api.VmVerb.RESUME):
             return before.facts == after.facts
+        if request.verb is api.VmVerb.RESTORE:
+            return restores(before) == restores(after)
         if request.verb is api.VmVerb.RESTART_STORAGE:
             return before.facts is not None and bool(before.facts.storage_request)
         facts, wanted = before.facts, after.facts

@@ -173,6 +173,25 @@ class VmmPort(Protocol):
         """Give the VM that much memory and read back."""
         ...
 
+    def can_save(self, driver: str) -> bool:
+        """Tell whether a VMM can write memory and devices to a directory and read them back."""
+        ...
+
+    async def save(self, vm: VmHandle, directory: str) -> None:
+        """Write memory and devices of a paused VM to an empty directory; it stays paused."""
+        ...
+
+    async def identify(self, record: WorkerRecord) -> str:
+        """Return the SHA-256 of the executable that the recorded process runs."""
+        ...
+
+    async def find_binary(self, driver: str, sha256: str, hint: str) -> str:
+        """Return the path of the VMM with this SHA-256; `hint` is looked at first.
+
+        FailedPrecondition where this node has none.
+        """
+        ...
+
     async def ping_guest(self, vm: VmHandle) -> None:
         """Return where the guest agent answers; Unavailable where not."""
         ...
@@ -337,6 +356,34 @@ class GuestPort(Protocol):
         ...
 
 
+class SavePort(Protocol):
+    """The files of saved VMs. Every effect is idempotent."""
+
+    async def prepare(self, vm: VmHandle, snapshot_uid: str, size_bytes: int) -> str:
+        """Make an empty directory that the VMM may write; ResourceExhausted without the room."""
+        ...
+
+    async def keep(self, vm: VmHandle, snapshot_uid: str) -> int:
+        """Take what the VMM has written out of its reach; return the bytes that it takes."""
+        ...
+
+    async def remove(self, vm_uid: str, snapshot_uid: str) -> None:
+        """Remove a snapshot's files, wherever they are by now."""
+        ...
+
+    async def is_kept(self, snapshot_uid: str) -> bool:
+        """Tell whether all files of a snapshot were taken."""
+        ...
+
+    async def hand_over(self, vm: VmHandle, snapshot_uid: str) -> str:
+        """Let the VM's VMM read a snapshot; return the directory. DataLoss: it is not whole."""
+        ...
+
+    async def withdraw(self, vm_uid: str, snapshot_uid: str) -> None:
+        """Take back what was handed over."""
+        ...
+
+
 class Gate(Protocol):
     """The node's state as the engine needs it."""
 
@@ -373,6 +420,7 @@ class World:
     vmm: VmmPort
     images: ImagePort
     seeds: SeedPort
+    saves: SavePort
     guest: GuestPort
     gate: Gate
     clock: Clock

@@ -1,13 +1,13 @@
 """Which VMM can run a guest here: probed for real, once per host boot, cached and shown.
 
 A try-boot of the probe guest tells what KVM is good for. On a broken one it takes a second or two,
-so its result is kept in the cache directory, keyed by boot id, VMM versions, the guest that was
-tried, and the owner and mode of the KVM device.
+so its result is kept in the cache directory, keyed by boot id, VMM versions and binaries, the guest
+that was tried, and the owner and mode of the KVM device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -16,7 +16,8 @@ import msgspec
 from chv.agent.ports import VmmSelection
 from chv.common.clock import boot_id
 from chv.common.config import VmmConfig as VmmSettings
-from chv.common.files import atomic_write, ensure_dir
+from chv.common.errors import ChvError, FailedPrecondition
+from chv.common.files import atomic_write, ensure_dir, sha256_file
 from chv.common.wire.agent import VmmProbe
 from chv.common.wire.resources import VmmChoice
 from chv.probe import image
@@ -49,8 +50,10 @@ class Probes:
         settings: VmmSettings,
         drivers: Mapping[str, VmmDriver],
         cache_dir: Path,
+        binaries: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.drivers = drivers
+        self._binaries = binaries or {}  # all that are configured, by driver
         self._settings = settings
         self._cache = cache_dir / CACHE_FILE
         self._results: list[DriverProbe] = []
@@ -86,6 +89,18 @@ class Probes:
             reason=reason,
             binary=probe.binary,
             sha256=probe.sha256,
+        )
+
+    async def find_binary(self, driver: str, sha256: str, hint: str) -> str:
+        """Return where the VMM of this very content is: at `hint`, or among all that are known."""
+        found = (probe.binary for probe in self._results if probe.driver == driver)
+        for path in dict.fromkeys((hint, *found, *self._binaries.get(driver, ()))):
+            if path and await anyio.to_thread.run_sync(_digest, path) == sha256:
+                return path
+        raise FailedPrecondition(
+            f"this node has no {driver} with SHA-256 {sha256}",
+            field="vmm.sha256",
+            hint="install that binary again, beside the newer one",
         )
 
     async def ensure(self) -> None:
@@ -137,8 +152,15 @@ class Probes:
         return results
 
 
+def _digest(path: str) -> str:
+    try:
+        return sha256_file(Path(path))
+    except (OSError, ChvError):
+        return ""  # it is not there, or no file
+
+
 def _key(probes: list[DriverProbe]) -> str:
-    versions = ",".join(f"{probe.driver}={probe.version}:{probe.sha256}" for probe in probes)
+    versions = ",".join(f"{p.driver}={p.version}:{p.binary}:{p.sha256}" for p in probes)
     status = KVM.stat()
     device = f"{status.st_mode:o}:{status.st_gid}:{status.st_rdev}"
     return f"{boot_id()}|{versions}|{image.sha256()}|{device}"

@@ -23,6 +23,7 @@ from chv.common.wire.resources import (
     RunStrategy,
     SecurityGroupStatus,
     VirtualMachineSpec,
+    VirtualMachineSnapshotStatus,
     VirtualMachineStatus,
     VolumeSnapshotStatus,
     VolumeStatus,
@@ -35,6 +36,7 @@ Status = (
     | VolumeStatus
     | VolumeSnapshotStatus
     | NetworkStatus
+    | VirtualMachineSnapshotStatus
     | SecurityGroupStatus
     | ExposureStatus
     | ImageStatus
@@ -44,6 +46,7 @@ STATUS_TYPES: dict[str, type[Status]] = {
     "Volume": VolumeStatus,
     "VolumeSnapshot": VolumeSnapshotStatus,
     "Network": NetworkStatus,
+    "VirtualMachineSnapshot": VirtualMachineSnapshotStatus,
     "SecurityGroup": SecurityGroupStatus,
     "Exposure": ExposureStatus,
     "Image": ImageStatus,
@@ -63,6 +66,19 @@ class Record(msgspec.Struct, metaclass=FrozenMeta):
 
 
 class VmFacts(Record):
+class RestoreRequest(Record):
+    """A restore that was asked for, until the VM runs again or it has failed.
+
+    `disks_touched`: from here on the disks may be those of the snapshot. `resuming`: the VMM
+    (its worker id) that has the memory and may have let the guest run.
+    """
+
+    operation_id: str
+    snapshot_uid: str
+    disks_touched: bool = False
+    resuming: str = ""
+
+
     """What is true of a VM beyond its spec. Requests are cleared when they are fulfilled."""
 
     slot: int
@@ -77,6 +93,9 @@ class VmFacts(Record):
     paused: bool = False  # by `pause`, until `resume` or the end of the VMM
     storage_request: str = ""  # `restart_storage`: the operation that asked
     given_up: str = ""  # why the node no longer restarts it
+    restore: RestoreRequest | None = None
+    lent: str = ""  # the snapshot whose files its VMM may read
+    saving: str = ""  # the snapshot for which it stands still, until that is decided
     files_made: bool = False  # directories or seed may exist
     seed_path: str = ""
     host_key: str = ""
@@ -125,7 +144,33 @@ class SnapshotPart(Record):
 
 
 class SnapshotFacts(Record):
-    """What became of a VolumeSnapshot. `taken` is for ever: it is never taken a second time."""
+class SaveStage(StrEnum):
+    """How far a VM is saved. While it is not `NONE` the VM stands still for it."""
+
+    NONE = ""
+    SAVING = "saving"  # memory and devices are being written
+    SAVED = "saved"  # they are whole, and the disks are due
+
+
+class SavedVm(Record):
+    """The VM as it was saved, and the VMM that did it."""
+
+    vm_uid: str
+    name: str
+    driver: str
+    version: str
+    sha256: str
+    config: VmmConfig
+    spec: VirtualMachineSpec
+    created_at: str
+    size_bytes: int = 0
+    storage_resets: int = 0  # that the VM had been through
+
+
+    """What became of a snapshot. `taken` is for ever: it is never taken a second time.
+
+    `stage` and `saved` belong to a VirtualMachineSnapshot.
+    """
 
     parts: tuple[SnapshotPart, ...] = ()
     taken: bool = False
@@ -133,6 +178,8 @@ class SnapshotFacts(Record):
     failed: str = ""  # why it was not taken; final
     cancelling: bool = False  # the deletion is to be taken back
 
+    stage: SaveStage = SaveStage.NONE
+    saved: SavedVm | None = None
 
 class SentFacts(Record):
     """What nwd was last asked to make of a group or an exposure, recorded before it is asked.
@@ -151,6 +198,7 @@ FACTS_TYPES: dict[str, type[Facts]] = {
     "Volume": VolumeFacts,
     "VolumeSnapshot": SnapshotFacts,
     "SecurityGroup": SentFacts,
+    "VirtualMachineSnapshot": SnapshotFacts,
     "Exposure": SentFacts,
 }
 _FACTS_FIELDS: dict[type[Facts], str] = {
@@ -176,6 +224,8 @@ class EndKind(StrEnum):
     SPAWN_FAILED = "spawn-failed"
     STORAGE_LOST = "storage-lost"
 
+    RESTORE = "restore"  # asked for: the VM is to go on from a snapshot
+    RESTORE_FAILED = "restore-failed"
 
 class Ending(Record):
     """Recorded before the VMM is asked or told to end, so that a later agent knows why it did."""

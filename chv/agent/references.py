@@ -12,6 +12,7 @@ from chv.common.wire.resources import (
     Resource,
     SecurityGroup,
     VirtualMachine,
+    VirtualMachineSnapshot,
     Volume,
     VolumeSnapshot,
 )
@@ -38,6 +39,8 @@ def references(resource: Resource) -> list[Reference]:
             return _of_vm(resource)
         case Volume():
             return _of_volume(resource)
+        case VirtualMachineSnapshot():
+            return _of_vm_snapshot(resource)
         case VolumeSnapshot():
             return _of_snapshot(resource)
         case SecurityGroup():
@@ -138,3 +141,15 @@ def _of_snapshot(snapshot: VolumeSnapshot) -> list[Reference]:
         return [Reference("spec.virtualMachine", ("Volume", namespace, name)) for name in names]
     key = ("VirtualMachine", namespace, spec.virtual_machine)
     return [Reference("spec.virtualMachine", key)]
+
+
+def _of_vm_snapshot(snapshot: VirtualMachineSnapshot) -> list[Reference]:
+    """It is of no use without its VM and all its volumes; one that failed is of none anyway."""
+    namespace, status = snapshot.metadata.namespace, snapshot.status
+    if status is not None and status.phase == "Failed":
+        return []
+    key = ("VirtualMachine", namespace, snapshot.spec.virtual_machine)
+    field, found = "spec.virtualMachine", [Reference("spec.virtualMachine", key)]
+    for part in status.volumes if status is not None else ():
+        found.append(Reference(field, ("Volume", namespace, part.volume)))
+    return found

@@ -12,7 +12,7 @@ import msgspec
 
 from chv.agent.records import StoredObject, VmFacts, WorkerRow
 from chv.agent.vm.desired import facts_of, vm_of
-from chv.common.errors import FailedPrecondition
+from chv.common.errors import Conflict, FailedPrecondition
 from chv.common.wire.agent import ActOnVm, VmVerb
 from chv.common.wire.resources import RunStrategy
 
@@ -27,9 +27,18 @@ def acted(
         raise FailedPrecondition(
             f"it is being deleted, so it cannot {request.verb.value}", resource=stored.title
         )
+    restoring = facts_of(stored).restore is not None
+    if restoring and request.verb is not VmVerb.STOP:
+        raise Conflict(
+            f"it is being restored, so it cannot {request.verb.value}",
+            resource=stored.title,
+            hint="wait for it, or chv stop it",
+        )
     match request.verb:
+        case VmVerb.RESTORE:
+            raise AssertionError("a restore needs more than the VM")
         case VmVerb.START:
-            return _start(stored)
+            return started(stored)
         case VmVerb.STOP:
             return _stop(stored, request)
         case VmVerb.RESTART:
@@ -45,7 +54,8 @@ def acted(
             return _restart_storage(stored, row, operation_id)
 
 
-def _start(stored: StoredObject) -> StoredObject:
+def started(stored: StoredObject) -> StoredObject:
+    """Return the VM with the wish that it runs."""
     facts = _replace(
         facts_of(stored),
         given_up="",
@@ -71,6 +81,7 @@ def _stop(stored: StoredObject, request: ActOnVm) -> StoredObject:
         replace_worker="",
         reset_request="",
         storage_request="",
+        restore=None,
         force_stop=request.force,
         stop_reason=_words(request),
     )
@@ -78,16 +89,16 @@ def _stop(stored: StoredObject, request: ActOnVm) -> StoredObject:
 
 
 def _restart(stored: StoredObject, row: WorkerRow | None, request: ActOnVm) -> StoredObject:
-    started = _start(stored)
+    after = started(stored)
     facts = _replace(
-        facts_of(started),
+        facts_of(after),
         replace_worker=row.worker_id if row is not None else "",
         reset_request="",
         storage_request="",
         force_stop=request.force and row is not None,
         stop_reason=_words(request),
     )
-    return _replace(started, facts=facts)
+    return _replace(after, facts=facts)
 
 
 def _restart_storage(

@@ -23,7 +23,7 @@ from chv.agent.ports import WORKER_KIND, SpawnRequest, VmHandle, VmmSelection
 from chv.agent.probes import Probes
 from chv.common.errors import Conflict, InvalidArgument
 from chv.common.failpoint import failpoint
-from chv.common.files import ensure_dir
+from chv.common.files import ensure_dir, sha256_file
 from chv.common.layout import Layout
 from chv.common.process import AdoptVerdict, Provider, SpawnSpec, WorkerRecord, scan, verify
 from chv.common.process import wait_gone as wait_process_gone
@@ -31,6 +31,7 @@ from chv.common.wire.nwd import OPEN_NIC, OpenVmNic
 from chv.common.wire.resources import VmmChoice
 from chv.vmm.driver import (
     DiskConfig,
+    Feature,
     Launch,
     NicConfig,
     PluggedDisk,
@@ -80,6 +81,7 @@ class Vmms:
         ensure_dir(self._layout.vmm(vm.uid), mode=0o700, uid=vmm_uid, gid=vmm_uid)
         ensure_dir(self._layout.vm_state(vm.uid).parent, mode=0o711)
         ensure_dir(self._layout.vm_state(vm.uid), mode=0o711)
+        ensure_dir(self._layout.vm_save(vm.uid), mode=0o711)
 
     async def spawn(self, request: SpawnRequest) -> WorkerRecord:
         """Open the taps, start the process, give it the descriptors."""
@@ -258,6 +260,24 @@ class Vmms:
     async def set_memory(self, vm: VmHandle, memory_bytes: int) -> None:
         """Change the memory."""
         await self._driver(vm).set_memory(self._layout.vmm(vm.uid), memory_bytes)
+
+    # --- saving
+    def can_save(self, driver: str) -> bool:
+        """Tell by what the driver says of the version here."""
+        found = self._drivers.get(driver)
+        return found is not None and Feature.SNAPSHOT in found.features()
+
+    async def save(self, vm: VmHandle, directory: str) -> None:
+        """Write memory and devices of a paused VM."""
+        await self._driver(vm).snapshot(self._layout.vmm(vm.uid), Path(directory))
+
+    async def identify(self, record: WorkerRecord) -> str:
+        """Read the executable through the process: its path may have another by now."""
+        return await anyio.to_thread.run_sync(sha256_file, Path(f"/proc/{record.pid}/exe"))
+
+    async def find_binary(self, driver: str, sha256: str, hint: str) -> str:
+        """Look at the hint and at what the probes found."""
+        return await self._probes.find_binary(driver, sha256, hint)
 
     async def ping_guest(self, vm: VmHandle) -> None:
         """Ask the guest agent whether it is there."""

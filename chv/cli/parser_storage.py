@@ -122,6 +122,9 @@ def _snapshot(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     source.add_argument("--volume", default="", help="of one volume")
     source.add_argument("--vm", default="", help="of all disks that a VM writes, in one instant")
     create.add_argument(
+        "--memory", action="store_true", help="with --vm: memory and devices too, to go on from"
+    )
+    create.add_argument(
         "--freeze", default="", metavar="TIME", help="freeze the guest for at most 1s to 60s"
     )
     _acting(create)

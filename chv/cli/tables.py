@@ -69,6 +69,11 @@ def _snapshot_volumes(item: Item) -> str:
     return ",".join(part["volume"] for part in parts) or "-"
 
 
+def _saved_by(item: Item) -> str:
+    vmm = (item.get("status") or {}).get("vmm", {})
+    return f"{vmm['name']} {vmm.get('version', '')}".strip() if vmm.get("name") else "-"
+
+
 def _subnets(item: Item) -> str:
     spec = item["spec"]
     return ",".join(filter(None, (spec.get("subnet"), spec.get("subnet6"))))
@@ -151,6 +156,18 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         PHASE,
         ("OF", _snapshot_of),
         ("CONSISTENCY", lambda item: _path(item, "status", "consistency")),
+        ("VOLUMES", _snapshot_volumes),
+        ("PROGRESS", lambda item: _path(item, "status", "progress")),
+        AGE,
+    ),
+    "VirtualMachineSnapshot": (
+        NAME,
+        PHASE,
+        ("VM", lambda item: _path(item, "spec", "virtualMachine")),
+        ("VMM", _saved_by),
+        ("CPUS", lambda item: _path(item, "status", "cpus")),
+        ("MEMORY", lambda item: _path(item, "status", "memory")),
+        ("ON-DISK", lambda item: _path(item, "status", "sizeBytes")),
         ("VOLUMES", _snapshot_volumes),
         ("PROGRESS", lambda item: _path(item, "status", "progress")),
         AGE,

@@ -130,6 +130,23 @@ class Layout:
         """0711 root: seed disk (0600, the VM's uid), host keys, serial recording."""
         return self.state / "vms" / vm_uid
 
+    def vm_save(self, vm_uid: str) -> Path:
+        """0711 root: below it the VM's uid has a directory while it is saved."""
+        return self.vm_state(vm_uid) / "save"
+
+    def vm_restore(self, vm_uid: str) -> Path:
+        """0710 root:<vm gid>: the snapshot that the VM starts from, for that one start."""
+        return self.vm_state(vm_uid) / "restore"
+
+    @property
+    def vm_snapshots(self) -> Path:
+        """0700 root, one directory per VirtualMachineSnapshot."""
+        return self.state / "snapshots"
+
+    def vm_snapshot(self, snapshot_uid: str) -> Path:
+        """0700 root: memory and devices of a saved VM, each file 0600 root."""
+        return self.vm_snapshots / snapshot_uid
+
     # --- names in the kernel
     def netns(self, network_uid: str) -> str:
         """Return the name of a network's namespace, `chv-<instance>-<short uid>`."""

@@ -6,6 +6,7 @@ changes later. Which one a new VM gets is `select`'s business.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
@@ -15,6 +16,19 @@ from chv.vmm.fake_driver import FakeDriver
 from chv.vmm.qemu.driver import QemuDriver
 
 QEMU_BINARY = "qemu-system-x86_64"
+
+
+def known_binaries(
+    *,
+    qemu_binary: str = "",
+    cloud_hypervisor_binary: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """Return every binary that a VM may have been started with, by driver."""
+    return {
+        CloudHypervisorDriver.name: candidates(cloud_hypervisor_binary, environment),
+        QemuDriver.name: tuple(filter(None, (shutil.which(qemu_binary or QEMU_BINARY),))),
+    }
 
 
 def make_drivers(

@@ -162,13 +162,14 @@ def _storage(machine: Machine, tables: Tables) -> list[str]:
         if stored.deleting:
             found.append(f"I3: {stored.title} is still being deleted")
     there = {uid for volume in sim.volumes.values() for uid in volume.snapshots}
-    for stored in tables.of_kind("VolumeSnapshot"):
+    snapshots = [*tables.of_kind("VolumeSnapshot"), *tables.of_kind("VirtualMachineSnapshot")]
+    for stored in snapshots:
         taken = stored.snapshot_facts is not None and stored.snapshot_facts.taken
         if taken and stored.uid not in there:
             found.append(f"I2: {stored.title} is lost")
         if stored.deleting:
             found.append(f"I3: {stored.title} is still being deleted")
-    for uid in sorted(there - {stored.uid for stored in tables.of_kind("VolumeSnapshot")}):
+    for uid in sorted(there - {stored.uid for stored in snapshots}):
         found.append(f"I4: snapshot {uid} is left")
     running = [job.info for job in sim.jobs.values() if job.info.state is JobState.RUNNING]
     found += [f"I10: job {job.job_id} ({job.kind.value}) still runs" for job in running]
@@ -241,6 +242,14 @@ def _files(machine: Machine, tables: Tables) -> list[str]:
     ):
         for uid in sorted(uids - tables.objects.keys()):
             found.append(f"I4: {what} of {uid} left")
+    kept = {
+        o.uid
+        for o in tables.of_kind("VirtualMachineSnapshot")
+        if o.snapshot_facts is not None and o.snapshot_facts.taken
+    }
+    found += [f"I4: memory of snapshot {uid} is left" for uid in sorted(host.saved.keys() - kept)]
+    found += [f"I2: memory of snapshot {uid} is lost" for uid in sorted(kept - host.saved.keys())]
+    found += [f"I4: {uid} may still read a snapshot" for uid in sorted(host.given)]
     alive = {p.vm_uid for p in host.processes.values() if p.alive}
     for uid in sorted(host.remains - alive):
         found.append(f"I4: remains of a dead VMM of {uid}")

@@ -50,6 +50,8 @@ class SimVolume:
     attached_to: str = ""
     readers: set[str] = field(default_factory=set)
     snapshots: dict[str, bool] = field(default_factory=dict)  # id -> being deleted
+    content: str = ""  # what is on it, as a name for all of it
+    contents: dict[str, str] = field(default_factory=dict)  # that it had at each snapshot
     applied: str = ""
     key: str = ""  # that opens it now
     restored: dict[str, int] = field(default_factory=dict)  # operation -> attachments by then
@@ -325,6 +327,7 @@ class SimStord:
         self.taken.add(params.snapshot_id)
         for volume in volumes.values():
             volume.snapshots[params.snapshot_id] = False
+            volume.contents[params.snapshot_id] = volume.content
         return self._parts(params)
 
     def _parts(self, params: stord.CreateSnapshot) -> stord.SnapshotsReply:
@@ -358,6 +361,7 @@ class SimStord:
         operation = params.meta.operation_id
         if volume.restored.setdefault(operation, volume.attachments) != volume.attachments:
             self.violate(f"volume {params.volume_id} restored again over what was written since")
+        volume.content = volume.contents[params.snapshot_id]
         return self._info(params.volume_id, volume)
 
     def _clones(self, snapshot_id: str) -> list[str]:

@@ -28,8 +28,10 @@ from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.wire.resources import VmmChoice
 from chv.images.store import Collected
 from chv.vmm.driver import DiskConfig, NicConfig, PluggedDisk, VmmConfig, VmmObservation, VmmState
+from tests.sim import saves
 from tests.sim.chaos import Chaos
 from tests.sim.daemons import SimNwd, SimStord
+from tests.sim.saves import SimSaved
 
 OBEDIENT_S = 2.0
 
@@ -57,6 +59,8 @@ class SimProcess:
     nics: set[str] = field(default_factory=set)  # plugged
     clings: int = 0  # so often the guest does not let go in time
     frozen: bool = False
+    memory_of: str = ""  # the snapshot that it has read and not run from yet
+    runs: int = 0  # how often its vCPUs began to run
 
     @property
     def record(self) -> WorkerRecord:
@@ -93,6 +97,10 @@ class SimHost:
         self.intended: Callable[[str, str], bool] = lambda vm, worker: True
         self.intends_disk: Callable[[str, str, str], bool] = lambda vm, disk, volume: True
         self.intends_nic: Callable[[str, str], bool] = lambda vm, nic: True
+        self.saved: dict[str, SimSaved] = {}  # by snapshot
+        self.given: dict[str, str] = {}  # vm uid -> the snapshot that its VMM may read
+        self.marks_saving: Callable[[str, str], bool] = lambda vm, snapshot: True
+        self.no_saves = False  # no VMM here can save
         self.now: Callable[[], float] = lambda: 0.0
         self.spawned = 0
         self.two_phases = 0.5  # how likely a VMM is one that starts empty
@@ -205,6 +213,8 @@ class SimHost:
             self.violate(f"vCPUs of {vm_uid} ran after a storage loss without a reset")
         if process.state is VmmState.CREATED:
             process.boots += 1
+        if process.state is not VmmState.RUNNING:
+            saves.runs(self, process)
         process.state = VmmState.RUNNING
         process.ran_at = self.now()
 
@@ -215,6 +225,8 @@ class SimHost:
             if config.worker_id != process.config.worker_id:
                 self.violate(f"{vm_uid} was made of another incarnation's configuration")
             process.state = VmmState.CREATED
+            if config.restore_dir:
+                saves.read(self, process)
 
     def halt(self, vm_uid: str) -> None:
         """Stop the vCPUs, or cut them off."""
@@ -357,6 +369,8 @@ class SimVmms:
             process.clings = clings
             if two_phases:
                 process.state, process.halts_for_good = VmmState.EMPTY, True
+            elif process.config.restore_dir:
+                saves.read(self._host, process)
             return made
 
         record = await self._do("spawn", effect)
@@ -471,6 +485,26 @@ class SimVmms:
 
     async def set_memory(self, vm: VmHandle, memory_bytes: int) -> None:
         await self._do("set_memory", lambda: self._host.set_memory(vm.uid, memory_bytes))
+
+    def can_save(self, driver: str) -> bool:
+        return bool(driver) and not self._host.no_saves
+
+    async def save(self, vm: VmHandle, directory: str) -> None:
+        def effect() -> None:
+            saves.write(self._host, self._host.monitor(vm.uid), directory)
+
+        await self._do("save", effect)
+
+    async def identify(self, record: WorkerRecord) -> str:
+        return str(await self._do("identify", lambda: "ab" * 32, False))
+
+    async def find_binary(self, driver: str, sha256: str, hint: str) -> str:
+        def look() -> str:
+            if sha256 != "ab" * 32:
+                raise FailedPrecondition(f"no {driver} with {sha256}")
+            return "/sim/vmm"
+
+        return str(await self._do("find_binary", look, False))
 
     async def ping_guest(self, vm: VmHandle) -> None:
         await self._do("ping_guest", lambda: self._host.agent(vm.uid), False)

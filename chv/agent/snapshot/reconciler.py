@@ -14,7 +14,9 @@ from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.cascade import finish_delete, taken_back
 from chv.agent.conditions import condition, merge
 from chv.agent.records import (
+    Change,
     PutFacts,
+    SaveStage,
     SnapshotFacts,
     SnapshotPart,
     StoredObject,
@@ -22,6 +24,7 @@ from chv.agent.records import (
 from chv.agent.references import referrers
 from chv.agent.simple import SimpleReconciler
 from chv.agent.snapshot.guest import quiet
+from chv.agent.tables import Tables
 from chv.agent.volume.jobs import POLL_S, cancel_job, find_job, progress_of
 from chv.agent.volume.view import short_name
 from chv.common.errors import (
@@ -78,13 +81,13 @@ class SnapshotReconciler(SimpleReconciler):
             if part.snapshot_id == self._uid
         }
         self._context.looked_at(self._uid)
-        facts = _facts(stored)
+        facts = snapshot_facts(stored)
         if stored.deleting:
             return await self._delete(stored, seen)
         if facts.failed:
             await self._show(stored, seen, condition("Ready", False, "NotTaken", facts.failed))
             await self._context.operations.end(self._serving, OperationState.FAILED, facts.failed)
-            return Done()
+            return await self._after_failure(stored, seen)
         if facts.taken:
             return await self._taken(stored, seen)
         if seen and len(seen) == len(facts.parts):  # the reply was lost
@@ -94,8 +97,13 @@ class SnapshotReconciler(SimpleReconciler):
             return Again()
         return await self._take(stored, {volume.volume_id: volume for volume in volumes})
 
+    async def _after_failure(self, stored: StoredObject, seen: Seen) -> Outcome:
+        """What was not taken as asked for is left for people to look at."""
+        del stored, seen
+        return Done()
+
     async def _taken(self, stored: StoredObject, seen: Seen) -> Outcome:
-        lost = [part.volume for part in _facts(stored).parts if part.volume_uid not in seen]
+        lost = [part.volume for part in snapshot_facts(stored).parts if part.volume_uid not in seen]
         if lost:
             raise DataLoss(
                 f"the snapshot is gone from volume {', '.join(lost)}",
@@ -117,8 +125,8 @@ class SnapshotReconciler(SimpleReconciler):
             await self._record(taken=True)
         return Again()
 
-    async def _take(self, stored: StoredObject, volumes: dict[str, stord.VolumeInfo]) -> Outcome:
-        parts, self._sent = _facts(stored).parts, False
+    async def _take(self, stored: StoredObject, volumes: Volumes) -> Outcome:
+        parts, self._sent = snapshot_facts(stored).parts, False
         try:
             chosen = self._choose(stored)
             if parts != chosen:  # for the first time, or the VM has taken or left a disk since
@@ -153,7 +161,7 @@ class SnapshotReconciler(SimpleReconciler):
     def _choose(self, stored: StoredObject) -> tuple[SnapshotPart, ...]:
         """Return the volumes that are frozen together: decided once, but for what the VM has."""
         snapshot, tables = _snapshot(stored), self._context.ledger.tables
-        before = _facts(stored).parts
+        before = snapshot_facts(stored).parts
         if before and not snapshot.spec.virtual_machine:
             return before
         namespace = snapshot.metadata.namespace
@@ -182,7 +190,7 @@ class SnapshotReconciler(SimpleReconciler):
         parts: tuple[SnapshotPart, ...],
         volumes: dict[str, stord.VolumeInfo],
     ) -> None:
-        vm_uid = _holder(parts, volumes)
+        vm_uid = holder_of(parts, volumes)
         freeze = _snapshot(stored).spec.freeze
 
         async def act(operation_id: str) -> None:
@@ -215,10 +223,12 @@ class SnapshotReconciler(SimpleReconciler):
             if stored is None:
                 return
             fix = f" ({error.hint})" if error.hint else ""
-            facts = _replace(_facts(stored), failed=f"{error.message}{fix}")
+            failed = f"{error.message}{fix}"
+            facts = _replace(snapshot_facts(stored), failed=failed, stage=SaveStage.NONE)
             operation = tables.operations.get(self._serving)
             await ledger.commit_held(
                 PutFacts(uid=self._uid, facts=facts),
+                *self._letting_go(tables, facts),
                 *self._context.operations.ending_open(
                     operation, OperationState.FAILED, str(error), error.data()
                 ),
@@ -230,22 +240,38 @@ class SnapshotReconciler(SimpleReconciler):
             stored = tables.objects.get(self._uid)
             if stored is None:
                 raise Conflict("the snapshot is gone", resource=self._uid)
-            facts = _replace(_facts(stored), **changes)
-            await ledger.commit_held(PutFacts(uid=self._uid, facts=facts))
+            facts = _replace(snapshot_facts(stored), **changes)
+            changed = PutFacts(uid=self._uid, facts=facts)
+            await ledger.commit_held(changed, *self._letting_go(tables, facts))
+
+    def _letting_go(self, tables: Tables, facts: SnapshotFacts) -> list[Change]:
+        """What else changes with the facts, in the same transaction."""
+        del tables, facts
+        return []
 
     # --- delete
 
     async def _delete(self, stored: StoredObject, seen: Seen) -> Outcome:
         jobs = [volume.job for volume, part in seen.values() if volume.job and part.deleting]
-        if _facts(stored).cancelling:
+        if snapshot_facts(stored).cancelling:
             return await self._take_back(stored, seen, jobs)
         holders = referrers(self._context.ledger.tables, stored.key)
         if holders:
             names = ", ".join(holder.title for holder in holders)
             return await self._wait_to_go(stored, seen, f"held by {names}", Waiting(10.0))
         if not seen:
+            await self._remove_files(stored)
             await finish_delete(self._context, self._uid)
             return Gone()
+        return await self._merge_away(stored, seen)
+
+    async def _remove_files(self, stored: StoredObject) -> None:
+        """There are none beside those of stord."""
+        del stored
+
+    async def _merge_away(self, stored: StoredObject, seen: Seen) -> Outcome:
+        """Let the volumes do without it, one after the other."""
+        jobs = [volume.job for volume, part in seen.values() if volume.job and part.deleting]
         if jobs:
             progress = progress_of(await find_job(self._context, jobs[0]))
             return await self._wait_to_go(stored, seen, progress, Waiting(POLL_S))
@@ -304,7 +330,7 @@ class SnapshotReconciler(SimpleReconciler):
             for job in jobs:
                 await cancel_job(self._context, job)
             return await self._wait_to_go(stored, seen, "is being cancelled", Waiting(POLL_S))
-        whole = all(part.volume_uid in seen for part in _facts(stored).parts)
+        whole = all(part.volume_uid in seen for part in snapshot_facts(stored).parts)
         if whole and seen:
             await taken_back(self._context, self._uid)
         else:
@@ -323,7 +349,7 @@ class SnapshotReconciler(SimpleReconciler):
     async def _show(
         self, stored: StoredObject, seen: Seen, ready: Condition, progress: str = ""
     ) -> None:
-        facts, tables = _facts(stored), self._context.ledger.tables
+        facts, tables = snapshot_facts(stored), self._context.ledger.tables
         shown = [
             SnapshotPartStatus(
                 volume=short_name(tables, part.volume_id),
@@ -353,6 +379,7 @@ class SnapshotReconciler(SimpleReconciler):
         await self._context.publish(stored, shown)
 
 
+Volumes = dict[str, stord.VolumeInfo]
 Seen = dict[str, tuple[stord.VolumeInfo, stord.SnapshotInfo]]  # by volume id
 
 
@@ -361,7 +388,8 @@ def _snapshot(stored: StoredObject) -> VolumeSnapshot:
     return stored.resource
 
 
-def _facts(stored: StoredObject) -> SnapshotFacts:
+def snapshot_facts(stored: StoredObject) -> SnapshotFacts:
+    """Return what became of it so far."""
     return stored.snapshot_facts or SnapshotFacts()
 
 
@@ -373,7 +401,7 @@ def _phase(stored: StoredObject, facts: SnapshotFacts) -> str:
     return "Ready" if facts.taken else "Pending"
 
 
-def _holder(parts: tuple[SnapshotPart, ...], volumes: dict[str, stord.VolumeInfo]) -> str:
+def holder_of(parts: tuple[SnapshotPart, ...], volumes: dict[str, stord.VolumeInfo]) -> str:
     """Return the VM that all volumes are attached to, '' where none is attached to any."""
     holders = set()
     for part in parts:

@@ -25,7 +25,7 @@ from chv.agent.records import (
     StoredObject,
     WorkerRow,
 )
-from chv.agent.vm import model, plugging, steps
+from chv.agent.vm import model, plugging, restoring, steps
 from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.disks import Asker, attach, detach
@@ -35,14 +35,25 @@ from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.nics import attach_request, hostname_of
 from chv.agent.vm.observe import Memory, Sight, observe
 from chv.agent.vm.restarting import restart_storage
-from chv.common.errors import Conflict, FailedPrecondition, NotFound
+from chv.common.errors import (
+    ChvError,
+    Conflict,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    OutcomeUnknown,
+    Unavailable,
+)
 from chv.common.failpoint import failpoint
 from chv.common.quantity import parse_duration_s
 from chv.common.wire import nwd, stord
 from chv.common.wire.resources import CloudInitSpec, VirtualMachine
 
 STEP_S = 90.0  # no single effect but the stop ladder may take longer
+RESTORE_S = 600.0  # memory is read from the disk
 AWAIT_DISKS_S = 20.0
+RETRIED = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict)
 
 _replace = msgspec.structs.replace
 
@@ -73,9 +84,12 @@ class Applier:
         if isinstance(step, steps.SpawnStep | steps.StopStep):
             await self._effect(step)  # has deadlines of its own
         else:
-            with anyio.fail_after(STEP_S):
+            with anyio.fail_after(RESTORE_S if self._reads_memory(step) else STEP_S):
                 await self._effect(step)
         await failpoint(f"agent.vm.{name}.after")
+
+    def _reads_memory(self, step: steps.Step) -> bool:
+        return isinstance(step, steps.CreateStep) and bool(self._row.config.restore_dir)
 
     async def _effect(self, step: steps.Step) -> None:
         match step:
@@ -95,6 +109,13 @@ class Applier:
                 await self._attach_nic(nic_id)
             case steps.EnsureSeedStep():
                 await self._seed()
+            case steps.RestoreDisksStep():
+                await restoring.restore_disks(self._context, self._uid, self._operation_id)
+            case steps.WithdrawStep(snapshot_uid=snapshot_uid):
+                await self._context.world.saves.withdraw(self._uid, snapshot_uid)
+                await self._put_facts(lent="")
+            case steps.RunRestoredStep():
+                await restoring.run_restored(self._context, self._uid)
             case steps.SpawnStep():
                 await self._spawn()
             case steps.StopStep():
@@ -119,7 +140,7 @@ class Applier:
         port, vm = self._context.world.vmm, self._handle
         match step:
             case steps.CreateStep():
-                await port.create(vm, self._row.config)
+                await self._create(vm)
             case steps.AttachConsoleStep():
                 await port.attach_console(vm)
             case steps.BootStep():
@@ -278,7 +299,7 @@ class Applier:
     async def _spawn(self) -> None:
         """Record the intent, start the process, record it. In this order, whatever happens."""
         with anyio.fail_after(STEP_S):
-            row = await self._intend()
+            row = await self._intend(await self._handed_over())
         request = SpawnRequest(vm=self._handle, config=row.config)
         await failpoint("agent.vm.spawn_process.before")
         # Not to be cut short: a process that appears after `find` denied it would be a second one.
@@ -289,7 +310,37 @@ class Applier:
         await self._put_worker(record=record)
         await failpoint("agent.vm.spawn_record.after")
 
-    async def _intend(self) -> WorkerRow:
+    async def _handed_over(self) -> tuple[str, str]:
+        """Return the binary and the directory of a snapshot that is to be started from."""
+        if not self._desired.restore:
+            return "", ""
+        uid, saves = self._desired.restore, self._context.world.saves
+        failure: ChvError | None = None
+        try:
+            binary = await restoring.require_restorable(self._context, self._stored, uid)
+            await self._put_facts(lent=uid)
+            return binary, await saves.hand_over(self._handle, uid)
+        except (FailedPrecondition, NotFound, DataLoss) as error:
+            failure = error
+        await restoring.give_up(self._context, self._uid, failure)
+        raise Conflict("the restore was given up", resource=self._uid)
+
+    async def _create(self, vm: VmHandle) -> None:
+        """Make the VM; a snapshot that the VMM refuses is not offered to it again."""
+        row, refusal = self._row, ""
+        try:
+            await self._context.world.vmm.create(vm, row.config)
+        except RETRIED:
+            raise
+        except ChvError as error:
+            if not row.config.restore_dir:
+                raise
+            refusal = str(error)
+        if refusal:
+            await self._put_worker(ending=Ending(kind=EndKind.RESTORE_FAILED, reason=refusal))
+            raise Conflict("the VMM did not take the snapshot", resource=self._uid)
+
+    async def _intend(self, handed_over: tuple[str, str]) -> WorkerRow:
         """Store the spawn intent, unless anything is not as it was when the start was planned."""
         sight = await observe(self._context, self._stored, self._desired, self._memory)
         async with self._context.ledger.writing() as tables:
@@ -300,6 +351,10 @@ class Applier:
             if self._uid in tables.workers or sight.vm.stranger:
                 raise Conflict("an earlier VMM is not forgotten yet", resource=now.title)
             row = self._intent(now, sight)
+            if self._desired.restore:
+                _, saved = restoring.saved_of(tables, self._desired.restore)
+                config = restoring.restored_config(row.config, saved, *handed_over)
+                row = _replace(row, config=config, spec=saved.spec)
             await self._context.ledger.commit_held(PutWorker(row=row))
         return row
 
@@ -369,7 +424,7 @@ class Applier:
             raise Conflict("the process to stop is not there", resource=self._uid)
         asked = Ending(kind=step.kind, reason=facts_of(self._stored).stop_reason)
         ending = self._row.ending or asked
-        if step.kind in (EndKind.STOP, EndKind.DELETE, EndKind.RESTART):
+        if step.kind in (EndKind.STOP, EndKind.DELETE, EndKind.RESTART, EndKind.RESTORE):
             ending = asked
         await self._put_worker(ending=ending, record=record)
         timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")

@@ -57,6 +57,7 @@ def vmm_config(vm: VirtualMachine, desired: DesiredVm, parts: Parts, layout: Lay
         cmdline=cmdline,
         disks=(*_disks(desired, parts, bootable=not kernel), _seed(parts)),
         nics=_nics(desired, parts),
+        save_dir=str(layout.vm_save(vm.metadata.uid)),
         runtime_dir=str(layout.vmm(vm.metadata.uid)),
         uuid=vm.metadata.uid,
     )

@@ -57,6 +57,8 @@ def wants_to_run(vm: VirtualMachine, facts: VmFacts) -> bool:
     """Tell whether a VMM should run."""
     if vm.metadata.deletion_timestamp or facts.given_up:
         return False
+    if facts.restore is not None:  # and afterwards as its run strategy says
+        return True
     match vm.spec.run_strategy:
         case RunStrategy.HALTED:
             return False
@@ -78,8 +80,12 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
         reset_request=facts.reset_request,
         storage_request=facts.storage_request,
         paused=facts.paused,
+        saving=facts.saving,
+        restore=facts.restore.snapshot_uid if facts.restore is not None else "",
+        disks_restored=facts.restore is not None and facts.restore.disks_touched,
         cpus=vm.spec.cpus,
         memory_bytes=parse_bytes(vm.spec.memory, field="spec.memory"),
+        lent=facts.lent,
         boot_image=vm.spec.boot.image,
         disks=_disks(tables, vm),
         nics=_nics(tables, vm, facts),
@@ -88,7 +94,7 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
 
 def same_wish(one: DesiredVm, other: DesiredVm) -> bool:
     """Compare but for requests, which are cleared when they are fulfilled."""
-    cleared = {"force_stop": False, "reset_request": "", "storage_request": ""}
+    cleared = {"force_stop": False, "reset_request": "", "storage_request": "", "lent": ""}
     return replace(one, **cleared) == replace(other, **cleared)  # type: ignore[arg-type]
 
 

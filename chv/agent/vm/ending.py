@@ -8,6 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from chv.agent.context import Context
+from chv.agent.generations import Author
+from chv.agent.operations import SYSTEM
 from chv.agent.records import (
     Change,
     Ending,
@@ -35,7 +37,7 @@ async def forget_worker(context: Context, uid: str, memory: Memory) -> None:
         if stored is None or row is None:
             raise Conflict("there is nothing to forget", resource=uid)
         kind = EndKind.CRASH if row.record is not None else EndKind.SPAWN_FAILED
-        ending = row.ending or Ending(kind=kind)
+        ending = _of_restore(facts_of(stored), row.ending or Ending(kind=kind))
         follow = _follow(context, stored, ending, memory)
         facts = facts_after(facts_of(stored), ending, follow.follow, context.now())
         changes: list[Change] = [RemoveWorker(vm_uid=uid), PutFacts(uid=uid, facts=facts)]
@@ -44,6 +46,16 @@ async def forget_worker(context: Context, uid: str, memory: Memory) -> None:
         changes += _told(context, stored, facts, follow)
         await context.ledger.commit_held(*changes)
         _remember(context, memory, follow)
+
+
+def _of_restore(facts: VmFacts, ending: Ending) -> Ending:
+    """An end before a restored guest ran: it is not booted from disks that it did not leave so."""
+    request = facts.restore
+    if request is None or not request.disks_touched or request.resuming:
+        return ending
+    if ending.kind in ASKED_FOR or ending.kind is EndKind.RESTORE_FAILED:
+        return ending
+    return Ending(kind=EndKind.RESTORE_FAILED, reason=f"the VMM ended ({ending.kind.value})")
 
 
 def _follow(context: Context, stored: StoredObject, ending: Ending, memory: Memory) -> Consequence:
@@ -68,7 +80,8 @@ def _halted(context: Context, stored: StoredObject, facts: VmFacts) -> PutObject
     )
     spec = _replace(vm.spec, run_strategy=RunStrategy.HALTED)
     resource = _replace(vm, metadata=metadata, spec=spec)
-    return PutObject(object=StoredObject(resource=resource, facts=facts))
+    author = Author(requester=SYSTEM, reason=facts.last_stop, verb="halt")
+    return PutObject(object=StoredObject(resource=resource, facts=facts), author=author)
 
 
 def _told(
@@ -76,6 +89,9 @@ def _told(
 ) -> list[Change]:
     """End the operation where it can no longer succeed."""
     operation = context.operations.current(stored.uid)
+    if operation is not None and operation.verb == "restore" and facts.restore is None:
+        message = facts.given_up or facts.last_stop
+        return context.operations.ending(operation, OperationState.FAILED, message)
     if operation is None or follow.follow not in (Follow.HALT, Follow.GIVE_UP, Follow.REST):
         return []
     if operation.verb in ("stop", "delete"):

@@ -7,11 +7,11 @@ from enum import Enum
 
 import msgspec
 
-from chv.agent.records import Ending, EndKind, VmFacts
+from chv.agent.records import Ending, EndKind, RestoreRequest, VmFacts
 from chv.common.wire.resources import RunStrategy
 
 BACKOFF_S_MAX = 60.0
-ASKED_FOR = frozenset({EndKind.STOP, EndKind.RESTART, EndKind.DELETE})
+ASKED_FOR = frozenset({EndKind.STOP, EndKind.RESTART, EndKind.RESTORE, EndKind.DELETE})
 
 
 class Follow(Enum):
@@ -38,6 +38,8 @@ def consequence(
     """Return what follows. `crashes` counts this end too, within the restart window."""
     if kind in ASKED_FOR or strategy is RunStrategy.HALTED:
         return Consequence(Follow.AS_WANTED)
+    if kind is EndKind.RESTORE_FAILED:
+        return Consequence(Follow.GIVE_UP)
     if kind is EndKind.GUEST_SHUTDOWN:
         if strategy is RunStrategy.ALWAYS:
             return Consequence(Follow.RESTART, _delay_s(crashes))
@@ -58,7 +60,9 @@ def facts_after(facts: VmFacts, ending: Ending, follow: Follow, moment: str) -> 
     """Return the facts after the end of the VMM."""
     restarted = follow is Follow.RESTART or ending.kind is EndKind.RESTART
     given_up = facts.given_up
-    if follow is Follow.GIVE_UP:
+    if ending.kind is EndKind.RESTORE_FAILED:
+        given_up = f"it was not restored: {ending.reason}; its disks are those of the snapshot"
+    elif follow is Follow.GIVE_UP:
         given_up = f"ended too often, last by {ending.kind.value}"
     return msgspec.structs.replace(
         facts,
@@ -67,6 +71,8 @@ def facts_after(facts: VmFacts, ending: Ending, follow: Follow, moment: str) -> 
         storage_request="",
         paused=False,
         force_stop=False,
+        restore=_restore_after(facts, ending.kind, follow),
+        saving="",
         started=facts.started and follow not in (Follow.HALT, Follow.REST),
         given_up=given_up,
         restarts=facts.restarts + (1 if restarted else 0),
@@ -74,17 +80,28 @@ def facts_after(facts: VmFacts, ending: Ending, follow: Follow, moment: str) -> 
     )
 
 
+def _restore_after(facts: VmFacts, kind: EndKind, follow: Follow) -> RestoreRequest | None:
+    """A restore goes on over the end of the VMM before it, not of the one that has the memory."""
+    request = facts.restore
+    over = kind in (EndKind.STOP, EndKind.DELETE, EndKind.RESTORE_FAILED)
+    if request is None or request.resuming or over or follow is Follow.GIVE_UP:
+        return None
+    return request
+
+
 def describe(ending: Ending, moment: str) -> str:
     """Return one line on how and why a VM stopped."""
     words = {
         EndKind.STOP: "stopped",
         EndKind.RESTART: "stopped for a restart",
+        EndKind.RESTORE: "stopped to be restored",
         EndKind.DELETE: "stopped for deletion",
         EndKind.GUEST_SHUTDOWN: "GuestShutdown: the guest powered off",
         EndKind.CRASH: "Crash: the VMM ended by itself",
         EndKind.PANIC: "Panic: the guest's kernel panicked",
         EndKind.START_TIMEOUT: "StartTimeout: the VMM did not come up in time",
         EndKind.SPAWN_FAILED: "SpawnFailed: the VMM could not be started",
+        EndKind.RESTORE_FAILED: "RestoreFailed: its VMM did not take the snapshot",
         EndKind.STORAGE_LOST: "StorageLost: its disks could not be brought back",
     }
     reason = f" ({ending.reason})" if ending.reason else ""

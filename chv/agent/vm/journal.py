@@ -39,6 +39,9 @@ NAMES: dict[type[steps.Step], str] = {
     steps.DetachNicStep: "detach_nic",
     steps.RemoveFilesStep: "remove_files",
     steps.FinishDeleteStep: "finish_delete",
+    steps.RestoreDisksStep: "restore_disks",
+    steps.RunRestoredStep: "run_restored",
+    steps.WithdrawStep: "withdraw",
 }
 # Around the parts of a spawn, a plug, an unplug and a freeze there are more.
 FAILPOINTS = (

@@ -58,6 +58,10 @@ class DesiredVm:
     reset_request: str = ""
     storage_request: str = ""
     paused: bool = False
+    saving: str = ""  # the snapshot for which it is left alone
+    restore: str = ""  # the snapshot that it is to go on from
+    disks_restored: bool = False
+    lent: str = ""  # the snapshot that was handed over for that
     cpus: int = 1
     memory_bytes: int = 0
     boot_image: str = ""

@@ -52,13 +52,16 @@ from chv.agent.vm.steps import (
     RecoverBackendStep,
     RemoveFilesStep,
     ResetStep,
+    RestoreDisksStep,
     ResumeStep,
+    RunRestoredStep,
     SelectVmmStep,
     SpawnStep,
     Step,
     StopStep,
     ThawStep,
     WaitStep,
+    WithdrawStep,
 )
 from chv.vmm.driver import VmmState
 
@@ -100,12 +103,27 @@ def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     if silent is not None:
         return [silent]
     if desired.deleting:
-        return _delete(observed)
+        return [*_withdraw(desired), *_delete(observed)]
     if not desired.running:
-        return [*detach_volumes(observed.attached), *unwanted_nics(desired, observed)]
-    unwanted = [*_leftovers(desired, observed), *unwanted_nics(desired, observed)]
+        return [
+            *_withdraw(desired),
+            *detach_volumes(observed.attached),
+            *unwanted_nics(desired, observed),
+        ]
+    if desired.restore and not desired.disks_restored:
+        return [*detach_volumes(observed.attached), RestoreDisksStep()]
+    unwanted = [
+        *_withdraw(desired),
+        *_leftovers(desired, observed),
+        *unwanted_nics(desired, observed),
+    ]
     blocked = _blocked(desired, observed)
     return unwanted + ([blocked] if blocked is not None else _start(desired, observed))
+
+
+def _withdraw(desired: DesiredVm) -> list[Step]:
+    """A snapshot that it is no longer to start from."""
+    return [WithdrawStep(desired.lent)] if desired.lent and not desired.restore else []
 
 
 def _delete(observed: ObservedVm) -> list[Step]:
@@ -157,12 +175,13 @@ def _start(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     else:
         steps += missing_disks(desired.disks, observed.attached)
     steps += attach_nics(desired, observed)
-    return [*steps, EnsureSeedStep(), SpawnStep(), *_first_run()]
+    return [*steps, EnsureSeedStep(), SpawnStep(), *_first_run(desired)]
 
 
-def _first_run() -> list[Step]:
+def _first_run(desired: DesiredVm) -> list[Step]:
     """From a VMM that is up to a guest that runs."""
-    return [CreateStep(), AttachConsoleStep(), BootStep()]
+    run = RunRestoredStep() if desired.restore else BootStep()
+    return [CreateStep(), AttachConsoleStep(), run]
 
 
 def _after_end(observed: ObservedVm) -> list[Step]:
@@ -182,7 +201,12 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
         return [WaitStep("VMMRunning", "MonitorSilent", "the VMM does not answer", retry_s=2.0)]
     full = _full(desired, observed)
     if worker.state is VmmState.EMPTY:
-        return _first_run() if full is None else [full]
+        return _first_run(desired) if full is None else [full]
+    if desired.saving:
+        return [_being_saved()]
+    if desired.restore:
+        console: list[Step] = [] if observed.console else [AttachConsoleStep()]
+        return [*console, RunRestoredStep() if full is None else full]
     steps = change_nics(desired, observed, worker) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
@@ -204,6 +228,11 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
     waits = nics_wait(desired, observed) if observed.network_known else None
     # A plan ends with the first thing that it waits for.
     return [*steps, waits] if waits is not None and not _waits(steps) else steps
+
+
+def _being_saved() -> WaitStep:
+    """Nothing is changed meanwhile; whoever saves it wakes us."""
+    return WaitStep("Paused", "Saving", "it stands still while it is saved", retry_s=5.0)
 
 
 def _waits(steps: list[Step]) -> bool:
@@ -244,7 +273,8 @@ def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> S
     if not desired.running:
         return StopStep(EndKind.STOP, ask)
     if desired.replace_worker == worker.worker_id:
-        return StopStep(EndKind.RESTART, ask)
+        kind = EndKind.RESTORE if desired.restore else EndKind.RESTART
+        return StopStep(kind, ask)
     if worker.ending is not None:  # begun by an earlier agent; it cannot be taken back
         return StopStep(worker.ending, ask)
     if worker.state is VmmState.SHUTDOWN:
@@ -288,7 +318,7 @@ def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -
     had = set(worker.disks.values())
     steps += missing_disks([d for d in desired.disks if d.volume_uid in had], observed.attached)
     if worker.state is VmmState.EMPTY:  # no guest has seen the loss
-        return [*steps, *_first_run()]
+        return [*steps, *_first_run(desired)]
     steps += [AwaitDisksStep(), ResetStep()]
     if _full(desired, observed) is None and not desired.paused:
         steps.append(BootStep() if worker.state is VmmState.CREATED else ResumeStep())

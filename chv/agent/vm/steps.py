@@ -212,6 +212,23 @@ class ThawStep:
     """Thaw a guest that somebody froze who is no more."""
 
 
+@dataclass(frozen=True, slots=True)
+class RestoreDisksStep:
+    """Bring the volumes back to a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawStep:
+    """Take back what was handed over of a snapshot."""
+
+    snapshot_uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunRestoredStep:
+    """Let a guest run on that a VMM has read back from a snapshot."""
+
+
 # Effects on a VMM that is there.
 VmmStep = (
     CreateStep
@@ -244,6 +261,9 @@ Step = (
     | RestartStorageStep
     | AttachNicStep
     | EnsureSeedStep
+    | RestoreDisksStep
+    | RunRestoredStep
+    | WithdrawStep
     | SpawnStep
     | StopStep
     | DetachVolumeStep

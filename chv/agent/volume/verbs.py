@@ -31,6 +31,7 @@ from chv.common.wire.resources import Volume
 _replace = msgspec.structs.replace
 
 NEEDS_REST = (VolumeVerb.CHECK, VolumeVerb.REPAIR, VolumeVerb.RESTORE)
+SNAPSHOTS = ("VolumeSnapshot", "VirtualMachineSnapshot")
 CANCELLABLE = (VolumeVerb.CHECK.value, VolumeVerb.BACKUP.value)
 
 
@@ -169,7 +170,7 @@ def cancelled(tables: Tables, operation: Operation) -> PutFacts:
 
 def _refuse_needed_deletion(tables: Tables, stored: StoredObject, operation: Operation) -> None:
     """Refuse to keep a snapshot whose volume goes: the volume would wait for it for ever."""
-    if operation.kind != "VolumeSnapshot" or operation.verb != "delete":
+    if operation.kind not in SNAPSHOTS or operation.verb != "delete":
         return
     named = [tables.find(*reference.key) for reference in references(stored.resource)]
     going = [each.title for each in named if each is not None and each.deleting]
@@ -190,7 +191,7 @@ _HINTS = {
 
 
 def _cancelled(stored: StoredObject, operation: Operation) -> PutFacts | None:
-    if operation.kind == "VolumeSnapshot" and operation.verb == "delete":
+    if operation.kind in SNAPSHOTS and operation.verb == "delete":
         facts = stored.snapshot_facts or SnapshotFacts()
         if not facts.taken:
             return None

@@ -8,21 +8,23 @@ import msgspec
 
 from chv.cli import connect, manifests, operations
 from chv.cli.commands import objects, volume
-from chv.common.errors import FailedPrecondition
+from chv.common.errors import FailedPrecondition, InvalidArgument
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
 from chv.common.wire.types import API_VERSION
 
 
 def create(arguments: argparse.Namespace) -> int:
-    """Define a VolumeSnapshot and wait until it is taken."""
+    """Define a snapshot and wait until it is taken."""
     timeout_s = operations.seconds(arguments.timeout)
     spec = {"volume": arguments.volume} if arguments.volume else {"virtualMachine": arguments.vm}
     if arguments.freeze:
         spec["freeze"] = arguments.freeze
+    if arguments.memory:
+        _refuse_with_memory(arguments)
     document = {
         "apiVersion": API_VERSION,
-        "kind": "VolumeSnapshot",
+        "kind": "VirtualMachineSnapshot" if arguments.memory else "VolumeSnapshot",
         "metadata": {"name": arguments.name, "namespace": arguments.namespace},
         "spec": spec,
     }
@@ -37,6 +39,15 @@ def create(arguments: argparse.Namespace) -> int:
         if result.operation_id and not arguments.no_wait:
             operations.announce(operations.wait(client, result.operation_id, timeout_s))
     return 0
+
+
+def _refuse_with_memory(arguments: argparse.Namespace) -> None:
+    if not arguments.vm or arguments.freeze:
+        raise InvalidArgument(
+            "memory is of a VM that stands still by itself",
+            field="--memory",
+            hint="chv snapshot create NAME --vm VM --memory, without --freeze",
+        )
 
 
 def ls(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`chv start|stop|restart|reset|pause|resume` and `chv wait`."""
+"""`chv start|stop|restart|reset|pause|resume|restore` and `chv wait`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def act(arguments: argparse.Namespace) -> int:
         requester=connect.requester(),
         reason=arguments.reason,
         force=getattr(arguments, "force", False),
+        snapshot=getattr(arguments, "snapshot", ""),
     )
     with connect.client(arguments.socket) as client:
         reply = client.call(agent.ACT_ON_VM, request)

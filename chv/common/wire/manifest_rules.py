@@ -24,6 +24,8 @@ from chv.common.wire.resources import (
     Resource,
     SecurityGroup,
     VirtualMachine,
+    VirtualMachineSnapshot,
+    VirtualMachineSnapshotSpec,
     VirtualMachineSpec,
     Volume,
     VolumeSnapshot,
@@ -45,6 +47,8 @@ def check(resource: Resource) -> None:
             check_volume(volume)
         case VolumeSnapshot(spec=snapshot):
             check_snapshot(snapshot)
+        case VirtualMachineSnapshot(spec=whole):
+            _check_vm_snapshot(whole)
         case Network(spec=network):
             check_network(network)
         case SecurityGroup(spec=group):
@@ -53,6 +57,15 @@ def check(resource: Resource) -> None:
             check_exposure(exposure)
         case Image(spec=image):
             _check_image(image)
+
+
+def _check_vm_snapshot(spec: VirtualMachineSnapshotSpec) -> None:
+    if not spec.memory:
+        raise InvalidArgument(
+            "false",
+            field="spec.memory",
+            hint="a snapshot of the disks alone is a VolumeSnapshot with spec.virtualMachine",
+        )
 
 
 # --- VirtualMachine

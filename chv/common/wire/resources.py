@@ -154,10 +154,14 @@ __all__ = [
     "Struct",
     "UplinkModeSpec",
     "VirtualMachine",
+    "VirtualMachineSnapshot",
+    "VirtualMachineSnapshotSpec",
+    "VirtualMachineSnapshotStatus",
     "VirtualMachineSpec",
     "VirtualMachineStatus",
     "VmPhase",
     "VmmChoice",
+    "VmmIdentity",
     "VmmStatus",
     "Volume",
     "VolumeAccessMode",
@@ -424,6 +428,7 @@ CONDITIONS: dict[str, tuple[str, ...]] = {
     "VirtualMachine": VM_CONDITIONS,
     "Volume": ("Ready", "SizeApplied", "SpaceAvailable"),
     "VolumeSnapshot": ("Ready",),
+    "VirtualMachineSnapshot": ("Ready",),
     "Network": ("Ready",),
     "SecurityGroup": ("Ready",),
     "Exposure": ("Ready",),
@@ -433,6 +438,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "VirtualMachine": tuple(phase.value for phase in VmPhase),
     "Volume": ("Pending", "Creating", "Ready", "Attached", "Failed", "Deleting"),
     "VolumeSnapshot": ("Pending", "Ready", "Failed", "Deleting"),
+    "VirtualMachineSnapshot": ("Pending", "Saving", "Ready", "Failed", "Deleting"),
     "Network": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
     "SecurityGroup": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
     "Exposure": ("Pending", "Ready", "Degraded", "Failed", "Deleting"),
@@ -450,6 +456,57 @@ class VirtualMachine(Struct, kw_only=True, frozen=True):
     status: VirtualMachineStatus | None = None
 
 
+# --- VirtualMachineSnapshot
+
+
+class VirtualMachineSnapshotSpec(Struct, kw_only=True, frozen=True):
+    """A running or paused VM as it is at one instant: memory, devices and all disks it writes.
+
+    The VM stands still while it is taken. All of it is fixed at creation. Without memory it is
+    a VolumeSnapshot of the VM that is wanted.
+    """
+
+    virtual_machine: Name
+    memory: bool = True
+
+
+class VmmIdentity(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """The VMM that wrote the memory. Only that very file reads it back."""
+
+    name: str = ""
+    version: str = ""
+    sha256: str = ""
+
+
+class VirtualMachineSnapshotStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """The snapshot as it is kept. `sizeBytes`: of memory and devices on the node's disk.
+
+    `spec` is what the VM had been started from; restored, it runs with these CPUs and memory.
+    """
+
+    observed_generation: int = 0
+    phase: str = always("Pending")  # Pending | Saving | Ready | Failed | Deleting
+    created_at: str = ""
+    vmm: VmmIdentity = VmmIdentity()
+    cpus: int = 0
+    memory: str = ""
+    size_bytes: int = 0
+    volumes: list[SnapshotPartStatus] = []
+    spec: VirtualMachineSpec | None = None
+    progress: str = ""
+    conditions: list[Condition] = []
+
+
+class VirtualMachineSnapshot(Struct, kw_only=True, frozen=True):
+    """`chv get vmsnap`."""
+
+    api_version: Annotated[str, Meta(pattern=rf"^{API_VERSION}\Z")] = API_VERSION
+    kind: Annotated[str, Meta(pattern=r"^VirtualMachineSnapshot\Z")] = "VirtualMachineSnapshot"
+    metadata: ObjectMeta
+    spec: VirtualMachineSnapshotSpec
+    status: VirtualMachineSnapshotStatus | None = None
+
+
 class Image(Struct, kw_only=True, frozen=True):
     """`chv get image`."""
 
@@ -460,12 +517,22 @@ class Image(Struct, kw_only=True, frozen=True):
     status: ImageStatus | None = None
 
 
-Resource = VirtualMachine | Volume | VolumeSnapshot | Network | SecurityGroup | Exposure | Image
+Resource = (
+    VirtualMachine
+    | VirtualMachineSnapshot
+    | Volume
+    | VolumeSnapshot
+    | Network
+    | SecurityGroup
+    | Exposure
+    | Image
+)
 
 KINDS: dict[str, type[Resource]] = {
     "VirtualMachine": VirtualMachine,
     "Volume": Volume,
     "VolumeSnapshot": VolumeSnapshot,
+    "VirtualMachineSnapshot": VirtualMachineSnapshot,
     "Network": Network,
     "SecurityGroup": SecurityGroup,
     "Exposure": Exposure,
@@ -480,6 +547,7 @@ APPLY_ORDER = (
     "Volume",
     "VirtualMachine",
     "VolumeSnapshot",
+    "VirtualMachineSnapshot",
     "Exposure",
 )
 KIND_ALIASES = {
@@ -495,6 +563,12 @@ KIND_ALIASES = {
     "snap": "VolumeSnapshot",
     "volumesnapshot": "VolumeSnapshot",
     "volumesnapshots": "VolumeSnapshot",
+    "vmsnap": "VirtualMachineSnapshot",
+    "vmsnaps": "VirtualMachineSnapshot",
+    "vmsnapshot": "VirtualMachineSnapshot",
+    "vmsnapshots": "VirtualMachineSnapshot",
+    "virtualmachinesnapshot": "VirtualMachineSnapshot",
+    "virtualmachinesnapshots": "VirtualMachineSnapshot",
     "net": "Network",
     "network": "Network",
     "networks": "Network",
