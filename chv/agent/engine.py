@@ -31,8 +31,8 @@ from chv.agent.queries import VmAccess
 from chv.agent.records import FINAL_STATES, AgentStore, StoredObject
 from chv.agent.recovery import RecoveryReport, take_census
 from chv.agent.snapshot.reconciler import SnapshotReconciler
-from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.snapshot.whole import VmSnapshotReconciler
+from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.volume.reconciler import VolumeReconciler
 from chv.common.errors import DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
@@ -46,9 +46,9 @@ RECONCILERS: dict[str, Callable[[Context, str], Reconciler]] = {
     "VirtualMachine": VmReconciler,
     "Volume": VolumeReconciler,
     "VolumeSnapshot": SnapshotReconciler,
+    "VirtualMachineSnapshot": VmSnapshotReconciler,
     "Network": NetworkReconciler,
     "SecurityGroup": GroupReconciler,
-    "VirtualMachineSnapshot": VmSnapshotReconciler,
     "Exposure": ExposureReconciler,
     "Image": ImageReconciler,
 }

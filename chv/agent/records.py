@@ -22,8 +22,8 @@ from chv.common.wire.resources import (
     Resource,
     RunStrategy,
     SecurityGroupStatus,
-    VirtualMachineSpec,
     VirtualMachineSnapshotStatus,
+    VirtualMachineSpec,
     VirtualMachineStatus,
     VolumeSnapshotStatus,
     VolumeStatus,
@@ -35,8 +35,8 @@ Status = (
     VirtualMachineStatus
     | VolumeStatus
     | VolumeSnapshotStatus
-    | NetworkStatus
     | VirtualMachineSnapshotStatus
+    | NetworkStatus
     | SecurityGroupStatus
     | ExposureStatus
     | ImageStatus
@@ -45,8 +45,8 @@ STATUS_TYPES: dict[str, type[Status]] = {
     "VirtualMachine": VirtualMachineStatus,
     "Volume": VolumeStatus,
     "VolumeSnapshot": VolumeSnapshotStatus,
-    "Network": NetworkStatus,
     "VirtualMachineSnapshot": VirtualMachineSnapshotStatus,
+    "Network": NetworkStatus,
     "SecurityGroup": SecurityGroupStatus,
     "Exposure": ExposureStatus,
     "Image": ImageStatus,
@@ -65,7 +65,6 @@ class Record(msgspec.Struct, metaclass=FrozenMeta):
     """Base of the durable records: frozen, older files may lack newer fields."""
 
 
-class VmFacts(Record):
 class RestoreRequest(Record):
     """A restore that was asked for, until the VM runs again or it has failed.
 
@@ -79,6 +78,7 @@ class RestoreRequest(Record):
     resuming: str = ""
 
 
+class VmFacts(Record):
     """What is true of a VM beyond its spec. Requests are cleared when they are fulfilled."""
 
     slot: int
@@ -92,10 +92,10 @@ class RestoreRequest(Record):
     reset_request: str = ""  # `reset`: the operation that asked
     paused: bool = False  # by `pause`, until `resume` or the end of the VMM
     storage_request: str = ""  # `restart_storage`: the operation that asked
-    given_up: str = ""  # why the node no longer restarts it
     restore: RestoreRequest | None = None
     lent: str = ""  # the snapshot whose files its VMM may read
     saving: str = ""  # the snapshot for which it stands still, until that is decided
+    given_up: str = ""  # why the node no longer restarts it
     files_made: bool = False  # directories or seed may exist
     seed_path: str = ""
     host_key: str = ""
@@ -143,7 +143,6 @@ class SnapshotPart(Record):
     volume: str  # its name
 
 
-class SnapshotFacts(Record):
 class SaveStage(StrEnum):
     """How far a VM is saved. While it is not `NONE` the VM stands still for it."""
 
@@ -167,6 +166,7 @@ class SavedVm(Record):
     storage_resets: int = 0  # that the VM had been through
 
 
+class SnapshotFacts(Record):
     """What became of a snapshot. `taken` is for ever: it is never taken a second time.
 
     `stage` and `saved` belong to a VirtualMachineSnapshot.
@@ -177,9 +177,9 @@ class SavedVm(Record):
     consistency: str = ""
     failed: str = ""  # why it was not taken; final
     cancelling: bool = False  # the deletion is to be taken back
-
     stage: SaveStage = SaveStage.NONE
     saved: SavedVm | None = None
+
 
 class SentFacts(Record):
     """What nwd was last asked to make of a group or an exposure, recorded before it is asked.
@@ -197,8 +197,8 @@ FACTS_TYPES: dict[str, type[Facts]] = {
     "VirtualMachine": VmFacts,
     "Volume": VolumeFacts,
     "VolumeSnapshot": SnapshotFacts,
-    "SecurityGroup": SentFacts,
     "VirtualMachineSnapshot": SnapshotFacts,
+    "SecurityGroup": SentFacts,
     "Exposure": SentFacts,
 }
 _FACTS_FIELDS: dict[type[Facts], str] = {
@@ -223,9 +223,9 @@ class EndKind(StrEnum):
     START_TIMEOUT = "start-timeout"
     SPAWN_FAILED = "spawn-failed"
     STORAGE_LOST = "storage-lost"
-
     RESTORE = "restore"  # asked for: the VM is to go on from a snapshot
     RESTORE_FAILED = "restore-failed"
+
 
 class Ending(Record):
     """Recorded before the VMM is asked or told to end, so that a later agent knows why it did."""

@@ -16,8 +16,8 @@ from chv.common.virtual_time import EPOCH
 from chv.common.wire.agent import Operation, OperationState
 from tests.sim.chaos import Chaos
 from tests.sim.daemons import SimCaller
-from tests.sim.vmms import SimGuests, SimHost, SimImages, SimSeeds, SimVmms
 from tests.sim.saves import SimSaves
+from tests.sim.vmms import SimGuests, SimHost, SimImages, SimSeeds, SimVmms
 
 
 class SimClock:
@@ -104,6 +104,7 @@ class Machine:
         self.host.intends_disk = self._intends_disk
         self.host.intends_nic = self._intends_nic
         self.host.marks_freeze = self._marks_freeze
+        self.host.marks_saving = self._marks_saving
         for daemon in (self.host.stord, self.host.nwd):
             daemon.operation_known = lambda operation: operation in self.store.tables.operations
 
@@ -115,7 +116,6 @@ class Machine:
         return row is not None and row.worker_id == worker_id
 
     def _intends_disk(self, vm_uid: str, disk_id: str, volume_uid: str) -> bool:
-        self.host.marks_saving = self._marks_saving
         row = self.store.tables.workers.get(vm_uid)
         recorded = row.config.disks if row is not None else ()
         return any(d.id == disk_id and d.volume_id == volume_uid for d in recorded)
@@ -128,6 +128,11 @@ class Machine:
         row = self.store.tables.workers.get(vm_uid)
         return row is not None and row.frozen
 
+    def _marks_saving(self, vm_uid: str, snapshot_uid: str) -> bool:
+        stored = self.store.tables.objects.get(vm_uid)
+        facts = stored.facts if stored is not None else None
+        return facts is not None and facts.saving == snapshot_uid
+
     def commit(self, changes: tuple[Change, ...]) -> None:
         """Store the changes, and see that an operation succeeds only with what it is for."""
         self.store.tables.apply(changes)
@@ -139,11 +144,6 @@ class Machine:
         if operation.state is not OperationState.SUCCEEDED:
             return
         if operation.verb == "delete" and operation.uid not in self.store.tables.tombstones:
-    def _marks_saving(self, vm_uid: str, snapshot_uid: str) -> bool:
-        stored = self.store.tables.objects.get(vm_uid)
-        facts = stored.facts if stored is not None else None
-        return facts is not None and facts.saving == snapshot_uid
-
             self._violate(f"I10: {operation.id} has deleted {operation.name}, which is there")
         process = self.host.live(operation.uid)
         if operation.verb == "stop" and process is not None:
@@ -169,7 +169,18 @@ class Machine:
                 return there.generation >= sent.generation
             case "VolumeSnapshot":
                 return operation.uid in self.host.stord.taken
+            case "VirtualMachineSnapshot":
+                return self._is_of_one_instant(operation.uid)
         return True
+
+    def _is_of_one_instant(self, snapshot_uid: str) -> bool:
+        saved, volumes = self.host.saved.get(snapshot_uid), self.host.stord.volumes
+        if saved is None or not (saved.written and saved.kept):
+            return False
+        return all(
+            volumes[uid].contents.get(snapshot_uid) == content
+            for uid, content in saved.contents.items()
+        )
 
     def world(self) -> World:
         """Return the world for a new life."""
@@ -180,20 +191,10 @@ class Machine:
         return World(
             stord=stord,
             nwd=nwd,
-            case "VirtualMachineSnapshot":
-                return self._is_of_one_instant(operation.uid)
             vmm=SimVmms(host, chaos, life),
             images=SimImages(host, chaos, life),
-    def _is_of_one_instant(self, snapshot_uid: str) -> bool:
-        saved, volumes = self.host.saved.get(snapshot_uid), self.host.stord.volumes
-        if saved is None or not (saved.written and saved.kept):
-            return False
-        return all(
-            volumes[uid].contents.get(snapshot_uid) == content
-            for uid, content in saved.contents.items()
-        )
-
             seeds=SimSeeds(host, chaos, life),
+            saves=SimSaves(host, chaos, life),
             guest=SimGuests(host, chaos, life),
             gate=self.gate,
             clock=self.clock,
@@ -205,4 +206,3 @@ class Machine:
     def agent_store(self) -> SimStore:
         """Return the store for a new life."""
         return SimStore(self)
-            saves=SimSaves(host, chaos, life),
