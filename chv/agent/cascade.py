@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from chv.agent.context import Context
+from chv.agent.generations import Author
+from chv.agent.operations import SYSTEM
 from chv.agent.records import Change, PutObject, RemoveObject, StoredObject, Tombstone
 from chv.common.wire.agent import OperationState
 
@@ -83,8 +85,10 @@ async def taken_back(context: Context, uid: str) -> None:
             kept = _replace(kept, snapshot_facts=facts)
         operation = context.operations.current(uid)
         message = "the deletion was cancelled"
+        said = operation.message if operation is not None else ""
+        author = Author(requester=SYSTEM, reason=said or message, verb="cancel")
         await context.ledger.commit_held(
-            PutObject(object=kept),
+            PutObject(object=kept, author=author),
             *context.operations.ending_open(operation, OperationState.CANCELLED, message),
         )
 

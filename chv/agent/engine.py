@@ -17,6 +17,7 @@ from anyio.abc import TaskStatus
 from chv.agent import queries
 from chv.agent.actors import Reconciler, Worker, Workers
 from chv.agent.context import Context
+from chv.agent.history import History
 from chv.agent.image.imports import ImageImports
 from chv.agent.image.reconciler import ImageReconciler
 from chv.agent.keys import Keys
@@ -34,6 +35,7 @@ from chv.agent.snapshot.reconciler import SnapshotReconciler
 from chv.agent.snapshot.whole import VmSnapshotReconciler
 from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.volume.reconciler import VolumeReconciler
+from chv.common.clock import timestamp
 from chv.common.errors import DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
@@ -58,7 +60,7 @@ class Engine:
     """See the module. Made with a store and a world; works inside `run`."""
 
     def __init__(self, store: AgentStore, world: World) -> None:
-        self._ledger = Ledger(store)
+        self._ledger = Ledger(store, lambda: timestamp(world.clock.now()))
         self._workers = Workers(self._worker)
         self._context = Context(world, self._ledger, self._workers.wake)
         self._mutations = Mutations(self._context, self._workers)
@@ -66,6 +68,7 @@ class Engine:
             self._context, self._mutations.apply, self._mutations.refuse_when_short
         )
         self.keys = Keys(self._context)
+        self.history = History(self._context, self._mutations.apply)
         self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from chv.agent.generation_rows import with_history
 from chv.agent.records import (
     FINAL_STATES,
     AgentStore,
@@ -35,10 +36,14 @@ PRUNE_EVERY = 200
 
 
 class Ledger:
-    """Tables in memory over an `AgentStore`. `objects` and `operations` tell of changes."""
+    """Tables in memory over an `AgentStore`. `objects` and `operations` tell of changes.
 
-    def __init__(self, store: AgentStore) -> None:
+    `now`: the stamp of a generation in the history, which goes to the store alone.
+    """
+
+    def __init__(self, store: AgentStore, now: Callable[[], str]) -> None:
         self.store = store
+        self._now = now
         self.tables = Tables()
         self.objects = Watch()
         self.operations = Watch()
@@ -72,7 +77,7 @@ class Ledger:
             changes = (*changes, Prune(operations_max=OPERATIONS_MAX, requests_max=REQUESTS_MAX))
         self._doubtful = True
         with anyio.CancelScope(shield=True):
-            await self.store.commit(changes)
+            await self.store.commit(with_history(self.tables, changes, self._now()))
         self.tables.apply(changes)
         self._doubtful = False
         self._trim()

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from chv.agent.generations import DELETED_MAX, Author, HistoryStore, PutGeneration
 from chv.agent.ports import VmmSelection
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState, OperationStep, VolumeVerb
@@ -308,9 +309,13 @@ class RequestRow(Record):
 
 
 class PutObject(Record):
-    """Store an object whole. A lower generation than the stored one is refused."""
+    """Store an object whole. A lower generation than the stored one is refused.
+
+    `author`: who made its generation, where no operation that begins with it says so.
+    """
 
     object: StoredObject
+    author: Author | None = None
 
 
 class PutStatus(Record):
@@ -366,10 +371,11 @@ class PutRequest(Record):
 
 
 class Prune(Record):
-    """Drop the oldest final operations and remembered requests beyond these numbers."""
+    """Drop the oldest final operations, remembered requests, and histories of what is gone."""
 
     operations_max: int
     requests_max: int
+    histories_max: int = DELETED_MAX
 
 
 Change = (
@@ -382,6 +388,7 @@ Change = (
     | PutOperation
     | PutStep
     | PutRequest
+    | PutGeneration
     | Prune
 )
 
@@ -395,7 +402,7 @@ class Snapshot(Record):
     operations: tuple[Operation, ...] = ()  # active ones, with their steps
 
 
-class AgentStore(Protocol):
+class AgentStore(HistoryStore, Protocol):
     """The durable store. `commit` is one transaction: all or nothing, on disk when it returns."""
 
     async def load(self) -> Snapshot:

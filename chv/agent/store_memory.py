@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio.lowlevel
 import msgspec
 
+from chv.agent.generations import Generation, GenerationRow
 from chv.agent.records import Change, RequestRow, Snapshot
 from chv.agent.tables import Tables
 from chv.common.wire.agent import Operation
@@ -45,6 +46,21 @@ class MemoryStore:
     async def request(self, key: str) -> RequestRow | None:
         """Return what was recorded for an Idempotency-Key."""
         return self.tables.requests.get(key)
+
+    async def histories(self, kind: str, namespace: str, name: str) -> list[str]:
+        """Return the uids that have had this name and have a history, newest first."""
+        rows = ((uid, history[-1].row) for uid, history in self.tables.histories.items())
+        key = (kind, namespace, name)
+        return [uid for uid, row in rows if (row.kind, row.namespace, row.name) == key][::-1]
+
+    async def history(self, uid: str) -> list[GenerationRow]:
+        """Return what is known of an object's generations, newest first."""
+        return [each.row for each in reversed(self.tables.histories.get(uid, ()))]
+
+    async def generation(self, uid: str, generation: int) -> Generation | None:
+        """Return one generation whole."""
+        known = self.tables.histories.get(uid, ())
+        return next((each for each in known if each.row.generation == generation), None)
 
     async def shortage(self) -> str:
         """Never: memory has no reserve."""

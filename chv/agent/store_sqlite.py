@@ -14,6 +14,8 @@ from typing import TypeVar, assert_never
 
 import msgspec
 
+from chv.agent import generation_sql
+from chv.agent.generations import Generation, GenerationRow, PutGeneration
 from chv.agent.records import (
     FACTS_TYPES,
     FINAL_STATES,
@@ -75,6 +77,7 @@ MIGRATIONS = (
             seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE,
             digest TEXT NOT NULL, reply BLOB NOT NULL) STRICT""",
     ),
+    generation_sql.MIGRATION,
 )
 
 
@@ -117,6 +120,18 @@ class SqliteStore:
         query = "SELECT key, digest, reply FROM requests WHERE key = ?"
         row = await self._store.read(lambda db: db.execute(query, (key,)).fetchone())
         return None if row is None else RequestRow(**dict(row))
+
+    async def histories(self, kind: str, namespace: str, name: str) -> list[str]:
+        """Return the uids that have had this name and have a history, newest first."""
+        return await self._store.read(lambda db: generation_sql.uids(db, kind, namespace, name))
+
+    async def history(self, uid: str) -> list[GenerationRow]:
+        """Return what is known of an object's generations, newest first."""
+        return await self._store.read(lambda db: generation_sql.rows(db, uid))
+
+    async def generation(self, uid: str, generation: int) -> Generation | None:
+        """Return one generation whole."""
+        return await self._store.read(lambda db: generation_sql.one(db, uid, generation))
 
     async def shortage(self) -> str:
         """Say where space lacks, so that nothing new may be stored; empty where there is some."""
@@ -203,6 +218,8 @@ def _apply(db: Connection, change: Change) -> None:
                 "INSERT OR REPLACE INTO requests (key, digest, reply) VALUES (?, ?, ?)",
                 (request.key, request.digest, request.reply),
             )
+        case PutGeneration(generation=generation):
+            generation_sql.put(db, generation)
         case Prune():
             _prune(db, change)
         case _:
@@ -278,6 +295,7 @@ def _remove_object(db: Connection, tombstone: Tombstone) -> None:
         "INSERT INTO tombstones (uid, revision, body) VALUES (?, ?, ?)",
         (tombstone.uid, tombstone.revision, _encode(tombstone)),
     )
+    generation_sql.removed(db, tombstone.uid)
 
 
 def _put_worker(db: Connection, row: WorkerRow) -> None:
@@ -335,3 +353,4 @@ def _prune(db: Connection, change: Prune) -> None:
            (SELECT seq FROM requests ORDER BY seq DESC LIMIT ?)""",
         (change.requests_max,),
     )
+    generation_sql.prune(db, change.histories_max)

@@ -12,6 +12,12 @@ from typing import Any, assert_never
 
 import msgspec
 
+from chv.agent.generations import (
+    DELETED_GENERATIONS_MAX,
+    Generation,
+    PutGeneration,
+    with_generation,
+)
 from chv.agent.records import (
     FINAL_STATES,
     Change,
@@ -58,6 +64,7 @@ class Tables:
         }
         self.requests: dict[str, RequestRow] = {}
         self.tombstones: dict[str, Tombstone] = {}
+        self.histories: dict[str, tuple[Generation, ...]] = {}  # oldest first
 
     def apply(self, changes: tuple[Change, ...]) -> None:
         """Apply all changes, or raise and leave everything as it was."""
@@ -117,6 +124,9 @@ class Tables:
                 self._put_step(change, undo)
             case PutRequest(request=request):
                 self._set(self.requests, request.key, request, undo)
+            case PutGeneration(generation=new):
+                known = self.histories.get(new.row.uid, ())
+                self._set(self.histories, new.row.uid, with_generation(known, new), undo)
             case Prune():
                 self._prune(change, undo)
             case _:
@@ -149,6 +159,9 @@ class Tables:
         self._drop(self.objects, stored.uid, undo)
         self._drop(self.by_key, stored.key, undo)
         self._set(self.tombstones, stored.uid, tombstone, undo)
+        if stored.uid in self.histories:
+            kept = self.histories[stored.uid][-DELETED_GENERATIONS_MAX:]
+            self._set(self.histories, stored.uid, kept, undo)
         self._raise_revision(tombstone.revision, undo)
 
     def _put_worker(self, row: WorkerRow, undo: list[Undo]) -> None:
@@ -184,6 +197,9 @@ class Tables:
             self._drop(self.operations, operation_id, undo)
         for key in list(self.requests)[: max(0, len(self.requests) - change.requests_max)]:
             self._drop(self.requests, key, undo)
+        gone = [uid for uid in self.tombstones if uid in self.histories]
+        for uid in gone[: max(0, len(gone) - change.histories_max)]:
+            self._drop(self.histories, uid, undo)
 
     def _stored(self, uid: str) -> StoredObject:
         stored = self.objects.get(uid)

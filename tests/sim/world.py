@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 import anyio
 
+from chv.agent.generations import Generation, GenerationRow
 from chv.agent.ports import Limits, World
 from chv.agent.records import Change, PutOperation, RequestRow, Snapshot
 from chv.agent.store_memory import MemoryStore
@@ -81,6 +82,16 @@ class SimStore:
     async def request(self, key: str) -> RequestRow | None:
         self._chaos.check(self._life)
         return await self._store.request(key)
+
+    async def histories(self, kind: str, namespace: str, name: str) -> list[str]:
+        return await self._store.histories(kind, namespace, name)
+
+    async def history(self, uid: str) -> list[GenerationRow]:
+        self._chaos.check(self._life)
+        return await self._store.history(uid)
+
+    async def generation(self, uid: str, generation: int) -> Generation | None:
+        return await self._store.generation(uid, generation)
 
     async def shortage(self) -> str:
         self._chaos.check(self._life)

@@ -14,6 +14,8 @@ import msgspec
 
 from chv.agent.actors import Again, Outcome, Waiting
 from chv.agent.context import Context
+from chv.agent.generations import Author
+from chv.agent.operations import SYSTEM
 from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VolumeFacts, VolumeMove
 from chv.agent.volume.jobs import POLL_S, cancel_job, find_job
 from chv.agent.volume.wish import (
@@ -171,8 +173,10 @@ class Mover:
             assert isinstance(now.resource, Volume) and seen.backend is not None
             changes: list[Change] = [self._change(None)]
             if now.resource.metadata.generation == stored.resource.metadata.generation:
-                changes.insert(0, PutObject(object=self._back(now, seen.backend)))
                 operation = context.operations.current(self._uid)
+                said = operation.message if operation is not None else ""
+                author = Author(requester=SYSTEM, reason=said or "cancelled", verb="cancel")
+                changes.insert(0, PutObject(object=self._back(now, seen.backend), author=author))
                 if operation is not None:
                     changes += context.operations.ending(
                         operation, OperationState.CANCELLED, "the volume stays where it is"
