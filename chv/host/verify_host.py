@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from chv.common.errors import ChvError
 from chv.common.process import run
@@ -18,29 +17,29 @@ from chv.host.sandbox import Sandbox
 from chv.host.verify import Check, Findings, Report, failure, since_ms
 from chv.host.vmm_checks import CLOUD_HYPERVISOR, QEMU
 from chv.vmm.driver import DriverProbe
+from chv.vmm.kvm import kvm_access
 from chv.vmm.qemu.probe import try_emulation
 from chv.vmm.registry import QEMU_BINARY
 from chv.vmm.select import AUTO
 
 IP_S_MAX = 5.0
-KVM = Path("/dev/kvm")
 
 
 def kvm_check(status: NodeStatusReply, vmm: str) -> Check:
     """Judge KVM for what is to run: an emulated VM needs none, Cloud Hypervisor does."""
     by_name = {probe.name: probe for probe in status.vmms}
-    gone = not KVM.exists()
+    gone = kvm_access().refusal
     if vmm == CLOUD_HYPERVISOR:
         probe = by_name.get(vmm) or VmmProbe(name=vmm, usable=False, reason="not probed")
         if not probe.usable or gone:
-            seen = f"no {KVM}" if gone else probe.reason
-            words = failure(f"Cloud Hypervisor cannot run here: {seen}", "", "`chv doctor`")
+            seen = f"Cloud Hypervisor cannot run here: {gone or probe.reason}"
+            words = failure(seen, "it needs KVM", "`chv doctor`")
             return Check("kvm", False, 0, words)
         return Check("kvm", True, 0, probe.reason)
     lost = [probe.name for probe in status.vmms if probe.accelerator == "kvm" and gone]
     if lost:
         words = failure(
-            f"the node found KVM usable for {', '.join(lost)}, and now there is no {KVM}",
+            f"the node found KVM usable for {', '.join(lost)}, and now: {gone}",
             "its module was unloaded or the device removed",
             "`chv doctor`, then start the agent again",
         )

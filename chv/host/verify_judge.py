@@ -256,9 +256,9 @@ def _target(said: Said, target: Target, nic: NicWanted) -> Check:
     answer, ms = answers[-1], answers[-1].us / 1000
     if _holds(answer, target):
         return Check(target.id, True, ms, target.words)
-    seen_words = f"{target.words}: no, {nic.name} got {_result(answer)}"
-    if answer.result == "no-lease":
+    if answer.result in ("no-lease", "no-target"):
         return Check(target.id, False, 0, f"{target.words}: not tried, {nic.name} has no lease")
+    seen_words = f"{target.words}: no, {nic.name} got {_result(answer)}"
     cause, command = _cause(answer, target, nic)
     return Check(target.id, False, ms, failure(seen_words, cause, command))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,28 +56,39 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How: by which VMM, in whose name, and who hears of each check at once."""
+    """How: by which VMM, in whose name, and who hears of each check at once.
+
+    `scope`: to be cancelled where the run is to end early; what was made is removed all the same.
+    """
 
     vmm: str = "auto"
     requester: str = "verify"
     on_check: Callable[[Check], None] = lambda check: None
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 
 async def verify_node(socket: Path, subject: Subject, asked: Asked) -> Report:
     """Verify through the agent at a socket; ChvError where the subject is not there."""
     findings = Findings(asked.on_check)
+    # The scope is inside: the removal needs the connection.
     async with connect(socket) as client:
-        session = Session(client, asked.requester)
-        try:
-            status = await _node(session, findings)
-            names = Names(Ids().nonce(), owner(), asked.vmm, await next_hop(status.instance))
-            await session.sweep()
-            trial = await _planned(session, subject, names)
-            findings.add(kvm_check(status, trial.documents[-1]["spec"]["vmm"]))
-            await _made_and_removed(session, findings, trial, names, status)
-        except Failed:
-            return findings.report()
+        with asked.scope:
+            await _verify(Session(client, asked.requester), subject, asked, findings)
     return findings.report()
+
+
+async def _verify(session: Session, subject: Subject, asked: Asked, findings: Findings) -> None:
+    try:
+        status = await _node(session, findings)
+        names = Names(Ids().nonce(), owner(), asked.vmm, await next_hop(status.instance))
+        await session.sweep()
+        trial = await _planned(session, subject, names)
+        findings.add(kvm_check(status, trial.documents[-1]["spec"]["vmm"]))
+        if trial.notes:
+            findings.add(Check("not-proven", True, 0, "; ".join(trial.notes)))
+        await _made_and_removed(session, findings, trial, names, status)
+    except Failed:
+        return  # its check is told
 
 
 async def _node(session: Session, findings: Findings) -> agent.NodeStatusReply:

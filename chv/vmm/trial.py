@@ -22,7 +22,7 @@ from chv.common.process.pidfd import KILL_WAIT_S_MAX
 from chv.common.process.spec import Program
 
 NOBODY = 65534
-TRIAL_S_MAX = 6.0  # for all boots together
+TRIAL_S_MAX = 10.0  # for all boots together
 AT_ONCE_MAX = 2
 EACH_MAX = 6  # few, as a guest whose code is emulated takes long to read them
 SILENCE_S_MAX = 2.0

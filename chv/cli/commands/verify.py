@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 
 import anyio
 import msgspec
@@ -23,9 +22,7 @@ EXIT_INTERRUPTED = 130
 def verify(arguments: argparse.Namespace) -> int:
     """Verify, and print each check as it comes; exit code 0 only where all of them hold."""
     subject = _subject(arguments)
-    quiet = arguments.json
-    asked = Asked(arguments.vmm, connect.requester(), (lambda check: None) if quiet else _print)
-    report = anyio.run(_until_signal, lambda: _verified(arguments, subject, asked))
+    report = anyio.run(_until_signal, arguments, subject)
     if report is None:
         print("chv: interrupted; what was made is removed", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -56,31 +53,38 @@ async def _verified(arguments: argparse.Namespace, subject: Subject, asked: Aske
     except Unavailable:
         if subject.kind != "node":
             raise
-        return await verify_host(asked.vmm, asked.on_check)
+        with asked.scope:
+            return await verify_host(asked.vmm, asked.on_check)
+        return Report(ok=False, vmm="", checks=[])  # interrupted
     return await verify_node(socket, subject, asked)
 
 
-async def _until_signal(work: Callable[[], Awaitable[Report]]) -> Report | None:
-    """Return what the work returns; None where SIGINT or SIGTERM ended it, cleaned up."""
+async def _until_signal(arguments: argparse.Namespace, subject: Subject) -> Report | None:
+    """Return the report; None where SIGINT or SIGTERM ended the run, cleaned up."""
+    on_check = _no_print if arguments.json else _print
+    asked = Asked(arguments.vmm, connect.requester(), on_check)
     report: Report | None = None
     failure: Exception | None = None
 
-    async def watch(scope: anyio.CancelScope) -> None:
+    async def watch() -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
-                scope.cancel()
-                return
+                asked.scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch, tasks.cancel_scope)
+        tasks.start_soon(watch)
         try:
-            report = await work()
+            report = await _verified(arguments, subject, asked)
         except Exception as error:  # noqa: BLE001  raised below: here it would become a group
             failure = error
         tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
-    return report
+    return None if asked.scope.cancel_called else report
+
+
+def _no_print(check: Check) -> None:
+    del check
 
 
 def _print(check: Check) -> None:
