@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PROBE = ROOT / "chv" / "probe" / "probe.elf"
 ANSWER_S_MAX = 10.0
 # The word that stands in argv for the double, in place of a path.
-DOUBLE = (sys.executable, "-S", "-E", "-m", "tests.doubles.cloud_hypervisor")
+DOUBLE = (sys.executable, "-S", "-m", "tests.doubles.cloud_hypervisor")
 READY = b" ready virtio="
 
 
@@ -291,7 +291,7 @@ def binary(kind: str) -> tuple[str, ...]:
 
 
 def spawn(kind: str, options: Sequence[str] = ("--no-shutdown",), **environment: str) -> Vmm:
-    """Start one with an inherited listener and event file; it need not be up yet."""
+    """Start one in its directory, with listener and event file; it need not be up yet."""
     command = binary(kind)
     directory = Path(tempfile.mkdtemp(prefix="chv-ch-"))
     with socket.socket(socket.AF_UNIX) as listener, (directory / "events").open("ab") as events:
@@ -306,8 +306,8 @@ def spawn(kind: str, options: Sequence[str] = ("--no-shutdown",), **environment:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=ROOT,
-                env={"PATH": os.environ["PATH"]} | environment,
+                cwd=directory,
+                env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)} | environment,
             )
     return Vmm(kind, directory, process)
 

@@ -1399,6 +1399,23 @@ def test_a_serial_socket_in_the_way_keeps_a_vm_from_moving(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MOVING)
+def test_a_serial_socket_without_a_directory_is_each_process_own(kind: str) -> None:
+    with pair(kind) as (source, destination):
+        path = source.directory / "moving"
+        source.start(serial={"mode": "Socket", "socket": source.serial.name})
+        receiving = Receiving(destination, path)
+        source.did("vm.send-migration", {"destination_url": f"unix:{path}"})
+        assert receiving.done().status == 204
+        assert source.code() == 0
+        assert not source.serial.exists()
+        for _ in range(2):
+            with destination.viewer() as viewer:
+                viewer.type(b"ping=moved")
+                viewer.wait(b'pong token="moved"')
+            destination.did("vm.reboot")
+
+
+@pytest.mark.parametrize("kind", MOVING)
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_vm_that_cannot_leave_stays_as_it_was(kind: str, paused: bool) -> None:
     with pair(kind) as (vmm, _):
