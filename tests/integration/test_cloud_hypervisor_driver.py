@@ -23,7 +23,8 @@ from chv.common.errors import (
 )
 from chv.common.ids import Ids
 from chv.common.process import landlock_abi, scan
-from chv.vmm.cloud_hypervisor import api, journal, probe, threads
+from chv.probe.command import INSTRUCTIONS
+from chv.vmm.cloud_hypervisor import api, journal, threads
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
 from chv.vmm.driver import ProbeGuest, VmmState
 from tests.cloud_hypervisor_rig import World, binary_of, open_world
@@ -287,22 +288,22 @@ async def test_a_stop_that_was_announced_and_never_asked_for_is_nobodys(world: W
     await vm.becomes(VmmState.SHUTDOWN)
 
 
-async def test_a_try_boot_tells_a_kvm_that_runs_no_stock_kernel_from_one_that_runs_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_a_try_boot_tells_which_instructions_a_kvm_lacks_from_one_that_runs_nothing(
+    world: World,
 ) -> None:
-    monkeypatch.setattr(probe, "TRY_S_MAX", 1.5)
-    guest = ProbeGuest(kernel=str(world.guest()), initramfs="", cmdline="", work_dir="/tmp")
+    guest = ProbeGuest(kernel=str(world.guest()), instructions=INSTRUCTIONS)
     driver = CloudHypervisorDriver((binary_of(),))
-    seen = await driver.probe(guest)  # the probe guest is no stock kernel
-    assert (seen.usable, seen.auto, seen.accelerator) == (True, False, "kvm")
-    assert "cut off" in seen.reason
+    seen = await driver.probe(guest)
+    assert (seen.usable, seen.accelerator) == (True, "kvm")
+    assert seen.auto is not bool(seen.missing)  # a stock kernel needs them all
+    assert set(seen.missing) <= set(INSTRUCTIONS)
     assert seen.binary == binary_of()
     assert len(seen.sha256) == 64
     bad = world.base / "bad"
     bad.write_bytes(b"no kernel")
+    bad.chmod(0o644)
     seen = await driver.probe(msgspec.structs.replace(guest, kernel=str(bad)))
-    assert (seen.usable, seen.auto) == (False, False)
-    assert "ended (1)" in seen.reason
+    assert (seen.usable, seen.auto, seen.missing) == (False, False, ())
 
 
 async def test_what_a_killed_vmm_left_is_not_in_the_way_of_the_next(world: World) -> None:
