@@ -100,8 +100,16 @@ def resolve_target(target: str, roots: Sequence[str]) -> Path:
 
 def prepare(directory: Path) -> None:
     """Make the directory; the storage uids can pass through it and see nothing."""
-    check_reachable(directory)
+    check_makeable(directory)
     ensure_dir(directory, mode=PASSABLE)
+
+
+def check_makeable(directory: Path) -> None:
+    """Raise where the storage uids could not come to it, were it made."""
+    made = directory
+    while not made.parent.exists():
+        made = made.parent
+    check_reachable(made)
 
 
 def load(directory: Path) -> Manifest | None:
@@ -154,6 +162,12 @@ def added(manifest: Manifest, entry: Entry) -> Manifest:
             f"the directory holds {ENTRIES_MAX} backups", field="target", hint="begin another"
         )
     return msgspec.structs.replace(manifest, backups=[*manifest.backups, entry])
+
+
+def without(manifest: Manifest, sequence: int) -> Manifest:
+    """Return the manifest without one backup, on which no other rests."""
+    left = [entry for entry in manifest.backups if entry.sequence != sequence]
+    return msgspec.structs.replace(manifest, backups=left)
 
 
 def chain(manifest: Manifest, sequence: int) -> list[Entry]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -18,16 +19,21 @@ import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 
-from chv.common.errors import FailedPrecondition, InvalidArgument, OwnershipConflict, Unsupported
+from chv.common.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    OwnershipConflict,
+    Unsupported,
+)
 from chv.common.failpoint import failpoint
 from chv.common.files import fsync, sha256_file, sync_directory
 from chv.common.wire.stord import NbdPlace
-from chv.stord import allow, backup_files, overlays
+from chv.stord import allow, backup_files, overlays, qcow2
 from chv.stord.backup_files import Entry, Manifest
 from chv.stord.offline import Keys
 from chv.stord.qsd import graph
 from chv.stord.records import Volume
-from chv.stord.tools import check_reachable
 from chv.stord.work import Parts
 
 NBD_SCHEME = "nbd"
@@ -66,8 +72,14 @@ class Target(Protocol):
     def keys(self, plan: Plan) -> Keys:
         """Return the keys that opening it needs."""
 
-    async def keep(self, plan: Plan, size_bytes: int) -> dict[str, str]:
-        """Give it its name; return what there is to know of it."""
+    async def keep(self, plan: Plan, size_bytes: int) -> None:
+        """Put what was written on the medium, under its name."""
+
+    async def enter(self, plan: Plan) -> None:
+        """Have it listed; what is kept but not listed since a kill as well."""
+
+    async def take_back(self, plan: Plan) -> None:
+        """Have it no longer listed."""
 
     async def told(self, plan: Plan) -> dict[str, str]:
         """Return what there is to know of a backup that is there."""
@@ -85,6 +97,7 @@ class DirectoryTarget:
         self.name = str(directory)
         self._manifest = backup_files.load(directory)
         self.sequence = (self._manifest.last if self._manifest else 0) + 1
+        self._entry: Entry | None = None  # of the file that was kept
 
     @property
     def _file(self) -> Path:
@@ -96,7 +109,7 @@ class DirectoryTarget:
 
     def check(self, plan: Plan) -> None:
         """Refuse a directory of another volume, and one that no longer ends with our last."""
-        check_reachable(self.directory)
+        backup_files.check_makeable(self.directory)
         there = self._manifest
         if there is not None and there.volume_id != plan.row.volume_id:
             raise OwnershipConflict(
@@ -137,16 +150,32 @@ class DirectoryTarget:
         names = (plan.row.key,) if plan.row.key else ()
         return Keys(volume_id=plan.row.volume_id, names=names)
 
-    async def keep(self, plan: Plan, size_bytes: int) -> dict[str, str]:
-        """Put the file on the medium under its name, then list it."""
-        entry = await anyio.to_thread.run_sync(self._measured, plan, size_bytes)
+    async def keep(self, plan: Plan, size_bytes: int) -> None:
+        """Put the file on the medium under its name."""
+        measured = partial(self._measured, self._partial, plan, size_bytes)
+        self._entry = await anyio.to_thread.run_sync(measured)
         await failpoint("stord.backup.after_checksum")
         await anyio.to_thread.run_sync(self._give_name)
         await failpoint("stord.backup.after_rename")
+
+    async def enter(self, plan: Plan) -> None:
+        """See `Target`."""
+        if self.done(plan):
+            return
+        entry = self._entry
+        if entry is None:
+            entry = await anyio.to_thread.run_sync(self._found, plan)
         old = self._manifest or Manifest(volume_id=plan.row.volume_id)
-        self._manifest = backup_files.added(old, entry)
-        await anyio.to_thread.run_sync(backup_files.save, self.directory, self._manifest)
-        return await self.told(plan)
+        await self._save(backup_files.added(old, entry))
+
+    async def take_back(self, plan: Plan) -> None:
+        """See `Target`."""
+        if self._manifest is not None and self.done(plan):
+            await self._save(backup_files.without(self._manifest, self.sequence))
+
+    async def _save(self, manifest: Manifest) -> None:
+        await anyio.to_thread.run_sync(backup_files.save, self.directory, manifest)
+        self._manifest = manifest
 
     async def told(self, plan: Plan) -> dict[str, str]:
         """See `Target`."""
@@ -158,8 +187,15 @@ class DirectoryTarget:
             "bytes": str(entry.file_bytes if entry else 0),
         }
 
-    def _measured(self, plan: Plan, size_bytes: int) -> Entry:
-        path = self._partial
+    def _found(self, plan: Plan) -> Entry:
+        """Describe a file that a kill left kept and not listed."""
+        path = self._file
+        try:
+            return self._measured(path, plan, qcow2.read_header(path).size_bytes)
+        except FileNotFoundError as error:
+            raise DataLoss(f"the backup {str(path)!r} is gone", hint="make another") from error
+
+    def _measured(self, path: Path, plan: Plan, size_bytes: int) -> Entry:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise OwnershipConflict(f"{str(path)!r} was replaced while it was written")
@@ -201,6 +237,7 @@ class NbdTarget:
 
     def __init__(self, place: NbdPlace, name: str, row: Volume) -> None:
         self._place = place
+        self._size_bytes = 0  # unknown
         self.name = name
         self.sequence = row.backup_sequence + 1 if row.backup_target == name else 1
 
@@ -240,14 +277,24 @@ class NbdTarget:
         """See `Target`."""
         return Keys(volume_id=plan.row.volume_id)
 
-    async def keep(self, plan: Plan, size_bytes: int) -> dict[str, str]:
+    async def keep(self, plan: Plan, size_bytes: int) -> None:
         """Nothing is left to do."""
-        return await self.told(plan) | {"bytes": str(size_bytes)}
+        await anyio.lowlevel.checkpoint()
+        self._size_bytes = size_bytes
+
+    async def enter(self, plan: Plan) -> None:
+        """The record is the list."""
+        await anyio.lowlevel.checkpoint()
+
+    async def take_back(self, plan: Plan) -> None:
+        """See `enter`."""
+        await anyio.lowlevel.checkpoint()
 
     async def told(self, plan: Plan) -> dict[str, str]:
-        """See `Target`."""
+        """See `Target`; its bytes are known to who wrote them."""
         await anyio.lowlevel.checkpoint()
-        return {"path": self.name, "sequence": str(self.sequence)}
+        told = {"path": self.name, "sequence": str(self.sequence)}
+        return told | ({"bytes": str(self._size_bytes)} if self._size_bytes else {})
 
     async def remove(self) -> None:
         """Leave it: what was there before is gone anyway."""

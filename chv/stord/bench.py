@@ -7,10 +7,11 @@ replaced under a job, the job fails; it never goes on in a daemon that knows not
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
+import msgspec
 
 from chv.common.errors import Cancelled, FailedPrecondition, Unavailable
 from chv.stord.jobs import JobControl
@@ -97,26 +98,65 @@ class Benches:
         return monitor
 
 
+class Followed(msgspec.Struct, frozen=True, kw_only=True):
+    """A job of a storage daemon, and the volume that its errors name."""
+
+    bench: Bench
+    name: str
+    volume_id: str
+
+
 async def follow(bench: Bench, control: JobControl, name: str, *until: str) -> str:
     """Watch a job of the storage daemon until it has ended or its status is one of `until`.
 
     Cancelled and typed errors of the job come as such; it is dismissed in every case but `until`.
     """
+    followed = Followed(bench=bench, name=name, volume_id=control.volume_id)
     while True:
-        async with bench.monitor() as monitor:
-            job = await block_jobs.find(monitor, name)
-            if job is None:
-                raise Unavailable("the storage daemon knows nothing of the job any more")
-            await control.progress(job.done, job.total)
-            if job.status in until:
-                return job.status
-            if job.status == block_jobs.CONCLUDED:
-                await block_jobs.dismiss(monitor, name)
-                if job.error:
-                    raise block_jobs.failure(job, control.volume_id)
-                return job.status
-            if control.cancelling.is_set():
-                await block_jobs.cancel(monitor, name)
-                raise Cancelled("cancelled on request", resource=control.job_id)
-        with anyio.move_on_after(POLL_S):
-            await control.cancelling.wait()
+        job = await _look(followed, control, *until)
+        await control.progress(job.done, job.total)
+        if job.status in (*until, block_jobs.CONCLUDED):
+            return job.status
+        await _pause(control)
+
+
+async def follow_all(jobs: Sequence[Followed], control: JobControl) -> None:
+    """Watch several jobs until all have ended; at the first that fails the others are left."""
+    seen: dict[str, block_jobs.BlockJob] = {}
+    while True:
+        for followed in jobs:
+            before = seen.get(followed.name)
+            if before is None or before.status != block_jobs.CONCLUDED:
+                seen[followed.name] = await _look(followed, control)
+        done, total = (sum(counts) for counts in zip(*map(_progress, seen.values()), strict=True))
+        await control.progress(done, total)
+        if all(job.status == block_jobs.CONCLUDED for job in seen.values()):
+            return
+        await _pause(control)
+
+
+def _progress(job: block_jobs.BlockJob) -> tuple[int, int]:
+    return job.done, job.total
+
+
+async def _look(followed: Followed, control: JobControl, *until: str) -> block_jobs.BlockJob:
+    name = followed.name
+    async with followed.bench.monitor() as monitor:
+        job = await block_jobs.find(monitor, name)
+        if job is None:
+            raise Unavailable("the storage daemon knows nothing of the job any more")
+        if job.status in until:
+            return job
+        if job.status == block_jobs.CONCLUDED:
+            await block_jobs.dismiss(monitor, name)
+            if job.error:
+                raise block_jobs.failure(job, followed.volume_id)
+        elif control.cancelling.is_set():
+            await block_jobs.cancel(monitor, name)
+            raise Cancelled("cancelled on request", resource=control.job_id)
+        return job
+
+
+async def _pause(control: JobControl) -> None:
+    with anyio.move_on_after(POLL_S):
+        await control.cancelling.wait()

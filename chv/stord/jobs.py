@@ -1,15 +1,15 @@
 """Work that outlives its call: begun once, watched, cancelled, gone on with after a restart.
 
-At most one job is under way per volume; its record is durable before its first effect. A runner
-must be restartable: after a kill it is called again with the parameters it was begun with and
-finds out from records and reality how far it came. What it raises is the job's end: `Cancelled`
-makes it cancelled, any other error failed; nothing of it reaches the daemon. Progress is kept in
-memory only. This module knows nothing of what the jobs do.
+At most one job is under way per volume, and one may be of several volumes; its record is durable
+before its first effect. A runner must be restartable: after a kill it is called again with the
+parameters it was begun with and finds out from records and reality how far it came. What it
+raises is the job's end: `Cancelled` makes it cancelled, any other error failed; nothing of it
+reaches the daemon. Progress is kept in memory only. This module knows nothing of what jobs do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import anyio
@@ -102,6 +102,18 @@ class Jobs:
         run: Runner,
     ) -> JobInfo:
         """Begin a job, or return the one of this id. The caller holds the volume's lock."""
+        return await self.start_on([volume_id], kind, job_id, parameters, run)
+
+    async def start_on(
+        self,
+        volume_ids: Sequence[str],
+        kind: JobKind,
+        job_id: str,
+        parameters: msgspec.Struct,
+        run: Runner,
+    ) -> JobInfo:
+        """Begin a job on several volumes, whose locks the caller holds; it is the first one's."""
+        volume_id = volume_ids[0]
         known = self._records.jobs.get(job_id)
         if known is not None:
             if (known.info.volume_id, known.info.kind) != (volume_id, kind):
@@ -112,12 +124,14 @@ class Jobs:
                     hint="an operation id names one operation",
                 )
             return self.get(job_id)
-        self.refuse_busy(volume_id)
+        for each in volume_ids:
+            self.refuse_busy(each)
         info = JobInfo(
             job_id=job_id,
             volume_id=volume_id,
             kind=kind,
             state=JobState.RUNNING,
+            volume_ids=list(volume_ids) if len(volume_ids) > 1 else [],
             started_at=timestamp(self._clock.now()),
         )
         job = Job(info=info, parameters=msgspec.Raw(msgspec.json.encode(parameters)))

@@ -288,7 +288,8 @@ class Records:
     def job_of(self, volume_id: str) -> Job | None:
         """Return the job under way on a volume."""
         for job in self.jobs.values():
-            if job.info.volume_id == volume_id and job.info.state is JobState.RUNNING:
+            concerned = volume_id in (job.info.volume_id, *job.info.volume_ids)
+            if concerned and job.info.state is JobState.RUNNING:
                 return job
         return None
 

@@ -43,6 +43,7 @@ class WorkService:
     def register(self, server: Server) -> None:
         """Add the handlers."""
         server.add(wire.BACKUP_VOLUME, self.backup_volume)
+        server.add(wire.BACKUP_VM, self.backup_vm)
         server.add(wire.CHECK_VOLUME, self.check_volume)
         server.add(wire.MOVE_VOLUME, self.move_volume)
 
@@ -73,6 +74,11 @@ class WorkService:
     async def backup_volume(self, request: wire.BackupVolume) -> wire.JobInfo:
         """See the wire."""
         async with self._locks.hold(request.volume_id):
+            return await self.backups.begin(request)
+
+    async def backup_vm(self, request: wire.BackupVm) -> wire.JobInfo:
+        """See the wire."""
+        async with self.backups.holding([part.volume_id for part in request.volumes]):
             return await self.backups.begin(request)
 
     async def check_volume(self, request: wire.CheckVolume) -> wire.JobInfo:

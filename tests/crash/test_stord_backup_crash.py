@@ -42,6 +42,13 @@ BACKUP = (
     "stord.backup.after_record",
     "stord.job.before_end",
 )
+# Of several: the second of two is reached as well.
+BACKUP_VM = (
+    *BACKUP,
+    "stord.backup.after_checksum=1*off->1*kill",
+    "stord.backup.after_rename=1*off->1*kill",
+    "stord.backup.after_manifest=1*off->1*kill",
+)
 MOVE = (
     "stord.move.after_intent",
     "stord.move.after_make",
@@ -96,7 +103,7 @@ async def prepared(format: str, key: str = "") -> AsyncIterator[tuple[Node, str,
 async def killed_at(node: Node, failpoint: str, call: Callable[[], Awaitable[T]]) -> None:
     """Make a call on a stord that is killed at a failpoint, then start the next one."""
     await node.end(signal.SIGTERM)
-    await node.start(f"{failpoint}=1*kill")
+    await node.start(failpoint if "=" in failpoint else f"{failpoint}=1*kill")
     with suppress(OutcomeUnknown, Unavailable):  # it died before it answered
         await call()
     assert await node.ended() == -signal.SIGKILL, "the failpoint was not reached"
@@ -150,6 +157,50 @@ async def test_a_backup_that_was_cut_short_is_made_and_the_next_one_is_true(
             backup_files.verify(target, entry)
         expected = await anyio.to_thread.run_sync(content, export)
         assert await restored(node, target) == expected
+
+
+@pytest.mark.parametrize("failpoint", sampled(BACKUP_VM))
+async def test_a_backup_of_a_vm_that_was_cut_short_is_made_of_all_its_disks(
+    failpoint: str,
+) -> None:
+    async with prepared("raw") as (node, first, vm):
+        second = IDS.uid()
+        await node.open(second, format="qcow2")
+        exports = [(await node.attach(each, vm)).export_path for each in (first, second)]
+        targets = [node.config.parent / "backups" / "vm" / each for each in (first, second)]
+        parts = [
+            wire.BackupPart(volume_id=each, target=str(target))
+            for each, target in zip((first, second), targets, strict=True)
+        ]
+
+        async def backed_up(*, incremental: bool = False) -> wire.JobInfo:
+            begun = meta() if incremental else once
+            request = wire.BackupVm(meta=begun, vm_id=vm, volumes=parts, incremental=incremental)
+            async with node.client() as client:
+                return await client.call(wire.BACKUP_VM, request)
+
+        once = meta()
+        with writing(exports[0]):
+            await killed_at(node, failpoint, backed_up)
+            ended = await node.job((await backed_up()).job_id)
+        assert ended.state is wire.JobState.DONE, ended.error
+        await wait_until(lambda: leftovers(node, first) + leftovers(node, second) == [])
+        for export in exports:
+            with VhostDisk(Path(export)) as disk:
+                write(disk, 40, b"after the kill")
+        ended = await node.job((await backed_up(incremental=True)).job_id)
+        assert ended.state is wire.JobState.DONE, ended.error
+        for target, export in zip(targets, exports, strict=True):
+            listed = backup_files.load(target)
+            assert listed is not None
+            assert [entry.sequence for entry in listed.backups] == [1, 2]
+            assert sorted(path.name for path in target.iterdir()) == [
+                "1.qcow2",
+                "2.qcow2",
+                "backup.json",
+            ]
+            expected = await anyio.to_thread.run_sync(content, export)
+            assert await restored(node, target) == expected
 
 
 async def restored(node: Node, target: Path) -> bytes:

@@ -64,6 +64,22 @@ class AccessMode(StrEnum):
     READ_ONLY_MANY = "rox"
 
 
+class CrashClass(StrEnum):
+    """What the loss of the storage daemon means for the VM."""
+
+    KEEP_VM = "keep_vm"
+    RESET_VM = "reset_vm"
+
+
+class BackendState(StrEnum):
+    """State of the storage daemon behind a VM's attachments."""
+
+    SERVING = "serving"
+    LOST = "lost"  # died under the VM; nothing is served until RecoverVmBackend
+    RESTARTING = "restarting"  # died under a keep_vm VM; stord brings it back by itself
+    ABSENT = "absent"
+
+
 class SpacePolicy(StrEnum):
     """What happens at the critical threshold: the VM is paused, or an event is all."""
 

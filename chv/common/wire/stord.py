@@ -14,9 +14,11 @@ from chv.common.errors import ErrorData
 from chv.common.rpc import Method
 from chv.common.wire.storage import (
     AccessMode,
+    BackendState,
     BackupSource,
     BlockDevice,
     CloneMode,
+    CrashClass,
     Encryption,
     IscsiPlace,
     Limits,
@@ -33,13 +35,36 @@ from chv.common.wire.storage import (
     VolumeFormat,
     VolumeSource,
 )
+from chv.common.wire.stord_jobs import (
+    BackupPart,
+    BackupVm,
+    BackupVolume,
+    CheckVolume,
+    CreateSnapshot,
+    JobInfo,
+    JobKind,
+    JobRef,
+    JobsReply,
+    JobState,
+    MoveVolume,
+    SnapshotRef,
+    SnapshotsReply,
+)
+from chv.common.wire.stord_watch import (
+    PlaceSpace,
+    StorageEvent,
+    StorageMetrics,
+    StordHealth,
+    VmStorageMetrics,
+    VolumeHealth,
+    VolumeMetrics,
+)
 from chv.common.wire.types import (
     CENSUS,
     HELLO,
     CallMeta,
     Done,
     Empty,
-    Feature,
     Generation,
     HostUid,
     Message,
@@ -49,46 +74,53 @@ from chv.common.wire.types import (
     Uid,
 )
 
+# Parts of the API that have files of their own are imported from here, too.
 __all__ = [
     "AccessMode",
+    "BackendState",
+    "BackupPart",
     "BackupSource",
+    "BackupVm",
+    "BackupVolume",
     "BlockDevice",
+    "CheckVolume",
     "CloneMode",
+    "CrashClass",
+    "CreateSnapshot",
     "Encryption",
     "IscsiPlace",
+    "JobInfo",
+    "JobKind",
+    "JobRef",
+    "JobState",
+    "JobsReply",
     "Limits",
     "LvmPlace",
+    "MoveVolume",
     "NbdPlace",
+    "PlaceSpace",
     "Rate",
     "RbdPlace",
     "SnapshotInfo",
+    "SnapshotRef",
     "SnapshotSource",
+    "SnapshotsReply",
     "SpaceLevel",
     "SpacePolicy",
+    "StorageEvent",
+    "StorageMetrics",
+    "StordHealth",
+    "VmStorageMetrics",
     "VolumeBackend",
     "VolumeClass",
     "VolumeFormat",
+    "VolumeHealth",
+    "VolumeMetrics",
     "VolumeSource",
 ]
 
 
 ATTACHED_MAX = 64  # volumes in one call
-
-
-class CrashClass(StrEnum):
-    """What the loss of the storage daemon means for the VM."""
-
-    KEEP_VM = "keep_vm"
-    RESET_VM = "reset_vm"
-
-
-class BackendState(StrEnum):
-    """State of the storage daemon behind a VM's attachments."""
-
-    SERVING = "serving"
-    LOST = "lost"  # died under the VM; nothing is served until RecoverVmBackend
-    RESTARTING = "restarting"  # died under a keep_vm VM; stord brings it back by itself
-    ABSENT = "absent"
 
 
 class VmmClient(StrEnum):
@@ -292,211 +324,6 @@ class GetVolume(Message, frozen=True, kw_only=True):
     volume_id: Uid
 
 
-class VolumeHealth(Reply, frozen=True, kw_only=True):
-    """`status`: healthy | degraded | failed | unknown."""
-
-    volume_id: str
-    status: str
-    backend: BackendState
-    last_error: str = ""
-    last_error_at: str = ""
-
-
-class CreateSnapshot(Message, frozen=True, kw_only=True):
-    """Freeze the state of volumes, all in the same instant or none.
-
-    `vm_id`: the VM that all of them are attached to; empty: none of them is attached. The same
-    snapshot_id again gives the same answer. `meta.generation` is ignored.
-    """
-
-    meta: CallMeta
-    snapshot_id: Uid
-    volume_ids: Annotated[list[Uid], Meta(min_length=1, max_length=16)]
-    vm_id: Annotated[str, Meta(pattern=r"^([0-9a-f-]{36})?\Z")] = ""
-
-
-class SnapshotRef(Message, frozen=True, kw_only=True):
-    """One volume's part of a snapshot. `meta.generation` is ignored."""
-
-    meta: CallMeta
-    volume_id: Uid
-    snapshot_id: Uid
-
-
-class SnapshotsReply(Reply, frozen=True, kw_only=True):
-    """Snapshots, by volume and age."""
-
-    snapshots: list[SnapshotInfo] = []
-
-
-class JobKind(StrEnum):
-    """What runs long."""
-
-    CREATE = "create"
-    DELETE_SNAPSHOT = "delete_snapshot"
-    BACKUP = "backup"
-    MOVE = "move"
-    CHECK = "check"
-    REPAIR = "repair"
-    REKEY = "rekey"
-
-
-class JobState(StrEnum):
-    """All but `running` are final."""
-
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class JobInfo(Reply, frozen=True, kw_only=True):
-    """Work that outlives its call. At most one is under way per volume.
-
-    `job_id` is the operation id of the call that began it. `result` depends on the kind: check
-    and repair: errors, leaks, fixed; backup: path, sequence, bytes.
-    """
-
-    job_id: str
-    volume_id: str
-    kind: JobKind
-    state: JobState
-    done_bytes: SizeBytes = 0
-    total_bytes: SizeBytes = 0
-    message: str = ""
-    error: ErrorData | None = None
-    result: dict[str, str] = {}
-    started_at: str = ""
-    ended_at: str = ""
-
-
-class JobRef(Message, frozen=True, kw_only=True):
-    """A job by its id."""
-
-    job_id: ShortText
-
-
-class JobsReply(Reply, frozen=True, kw_only=True):
-    """Jobs under way and the last final ones, newest first."""
-
-    jobs: list[JobInfo] = []
-
-
-class BackupVolume(Message, frozen=True, kw_only=True):
-    """Copy the volume's present state to `target`.
-
-    `target`: a directory below storage.backup_paths, which gets `<sequence>.qcow2` and
-    `backup.json`; or `nbd://host:port/export` of an allowed server, which gets the data raw.
-    `incremental`: only what changed since the backup before, which must have gone to the same
-    target; FAILED_PRECONDITION where there is none or the record of changes was lost.
-    """
-
-    meta: CallMeta
-    volume_id: Uid
-    target: ShortText
-    incremental: bool = False
-    bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0  # 0: as fast as it goes
-
-
-class CheckVolume(Message, frozen=True, kw_only=True):
-    """qemu-img check of a volume that is not attached, with `repair` its repair."""
-
-    meta: CallMeta
-    volume_id: Uid
-    repair: bool = False
-
-
-class MoveVolume(Message, frozen=True, kw_only=True):
-    """Bring the volume to another place while its VM runs: a mirror, then a pivot.
-
-    `backend` is the volume's new description: class, place, pool, format may differ, nothing
-    else. Refused where it has snapshots or linked clones. `replace_backend`: where the new place
-    needs a network and the VM's storage daemon has none, that is replaced first as by
-    RestartVmBackend; the vCPUs run.
-    """
-
-    meta: CallMeta
-    volume_id: Uid
-    backend: VolumeBackend
-    bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    replace_backend: bool = False
-
-
-class VmStorageMetrics(Reply, frozen=True, kw_only=True):
-    """Of the storage daemon of one VM, since it started: /proc/PID/io counts for all disks."""
-
-    vm_id: str
-    read_bytes: int
-    write_bytes: int
-    resident_bytes: int
-    backend_pid: int
-
-
-class VolumeMetrics(Reply, frozen=True, kw_only=True):
-    """Of one volume. Operations and latency per volume: see `StorageMetrics.unsupported`."""
-
-    volume_id: str
-    size_bytes: SizeBytes
-    allocated_bytes: SizeBytes
-    snapshots: int
-    limited: bool
-    errors: int  # errors seen by stord since it started
-    attached: bool
-
-
-class PlaceSpace(Reply, frozen=True, kw_only=True):
-    """Where bytes of volumes go: a file system, a volume group or thin pool, an RBD pool.
-
-    `promised_bytes`: the sizes of all its volumes together, which may be more than there is.
-    """
-
-    location: str
-    total_bytes: int
-    free_bytes: int
-    promised_bytes: int
-    volumes: int
-    level: SpaceLevel
-
-
-class StorageMetrics(Reply, frozen=True, kw_only=True):
-    """`unsupported` names what nobody counts, and why, instead of showing zeros."""
-
-    vms: list[VmStorageMetrics] = []
-    volumes: list[VolumeMetrics] = []
-    places: list[PlaceSpace] = []
-    unsupported: dict[str, str] = {}
-
-
-class StordHealth(Reply, frozen=True, kw_only=True):
-    """State of stord as a whole."""
-
-    status: str  # healthy | degraded
-    storage_daemon_version: str
-    features: list[Feature] = []
-    volumes: int = 0
-    attachments: int = 0
-    free_bytes: SizeBytes = 0
-    last_error: str = ""
-    places: list[PlaceSpace] = []
-
-
-class StorageEvent(Reply, frozen=True, kw_only=True):
-    """Something that the agent must act on.
-
-    `kind`: backend_lost | backend_ready | backend_restarted | space | job. `backend_restarted`:
-    a keep_vm VM lost its storage daemon and has it back. `space`: the level of a volume changed.
-    `job`: one ended.
-    """
-
-    kind: str
-    vm_id: str = ""
-    volume_id: str = ""
-    crash_class: CrashClass = CrashClass.RESET_VM
-    space: SpaceLevel = SpaceLevel.UNKNOWN
-    message: ShortText = ""
-    at: str = ""
-
-
 OPEN_VOLUME = Method("OpenVolume", OpenVolume, VolumeInfo, timeout_s=60.0)
 CLOSE_VOLUME = Method("CloseVolume", VolumeRef, Done)
 DELETE_VOLUME = Method("DeleteVolume", VolumeRef, Done, timeout_s=30.0)
@@ -521,6 +348,7 @@ DELETE_SNAPSHOT = Method("DeleteSnapshot", SnapshotRef, JobInfo, timeout_s=20.0)
 RESTORE_SNAPSHOT = Method("RestoreSnapshot", SnapshotRef, VolumeInfo, timeout_s=20.0)
 LIST_SNAPSHOTS = Method("ListSnapshots", Empty, SnapshotsReply, mutating=False)
 BACKUP_VOLUME = Method("BackupVolume", BackupVolume, JobInfo, timeout_s=20.0)
+BACKUP_VM = Method("BackupVm", BackupVm, JobInfo, timeout_s=30.0)
 CHECK_VOLUME = Method("CheckVolume", CheckVolume, JobInfo, timeout_s=20.0)
 MOVE_VOLUME = Method("MoveVolume", MoveVolume, JobInfo, timeout_s=20.0)
 GET_JOB = Method("GetJob", JobRef, JobInfo, mutating=False)
@@ -550,6 +378,7 @@ METHODS = (
     RESTORE_SNAPSHOT,
     LIST_SNAPSHOTS,
     BACKUP_VOLUME,
+    BACKUP_VM,
     CHECK_VOLUME,
     MOVE_VOLUME,
     GET_JOB,
