@@ -61,14 +61,15 @@ async def probe(
 
     `pinned`: the digests that a binary may have; none: any.
     """
-    refused: list[str] = []
+    refused: list[DriverProbe] = []
     for binary in binaries:
         found = await _identify(binary, pinned)
-        if not found.usable:
-            refused.append(found.reason)
-            continue
-        return await _probe_kvm(found, kvm, guest)
-    return DriverProbe(driver=DRIVER, usable=False, auto=False, reason="; ".join(refused))
+        if found.usable:
+            return await _probe_kvm(found, kvm, guest)
+        refused.append(found)
+    if len(refused) == 1:
+        return refused[0]
+    return _refused("; ".join(each.reason for each in refused))
 
 
 async def _identify(binary: str, pinned: Sequence[str]) -> DriverProbe:

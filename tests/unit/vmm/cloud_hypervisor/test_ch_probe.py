@@ -87,3 +87,18 @@ def test_the_device_decides_how_it_is_reached(tmp_path: Path) -> None:
         os.chown(node, 0, gid)
         node.chmod(mode)
         assert kvm_access(node) == expected
+
+
+async def test_a_binary_with_another_digest_than_the_pinned_is_not_even_run(
+    tmp_path: Path,
+) -> None:
+    ran = tmp_path / "ran"
+    path = tmp_path / "ch"
+    path.write_text(f"#!/bin/sh\ntouch {ran}\necho 'cloud-hypervisor v53.0.0'\n")
+    path.chmod(0o755)
+    seen = await probe.probe([str(path)], "auto", None, ["0" * 64])
+    assert not seen.usable
+    assert "vmm.cloud_hypervisor_sha256 lacks" in seen.reason
+    assert not ran.exists()
+    assert (await probe.probe([str(path)], "off", None, [seen.sha256])).version == "53.0.0"
+    assert ran.exists()
