@@ -30,7 +30,7 @@ from chv.vmm.spec_machine import (
 NIC_FD_FIRST = 10  # leaves 3..9 to whoever starts the process
 QUEUES_MAX = 16  # of a NIC
 DEVICES_MAX = 20  # of the 32 slots of pcie.0, the chipset and our own devices need the rest
-MICROVM_DEVICES_MAX = 20  # of the 24 of virtio-mmio
+MICROVM_DEVICES_MAX = 6  # of the 8 places of virtio-mmio two are for our own devices
 # Each NIC and vhost-user disk has a root port of its own, so that it can be unplugged.
 PORTS_SPARE = 8
 PORTS_MAX = 24

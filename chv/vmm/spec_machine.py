@@ -45,7 +45,13 @@ _BY_MACHINE = {
     Q35: ("-global", "ICH9-LPC.disable_s3=1", "-global", "ICH9-LPC.disable_s4=1"),
     MICROVM: ("-global", "virtio-mmio.force-legacy=false"),
 }
-_OPTIONS = {Q35: "vmport=off", MICROVM: "acpi=on,rtc=on"}
+# With ACPI, Linux looks for no PIT: without a clock of KVM either it hangs early.
+_OPTIONS = {
+    (Q35, "kvm"): "vmport=off",
+    (Q35, "tcg"): "vmport=off",
+    (MICROVM, "kvm"): "acpi=on,rtc=on",
+    (MICROVM, "tcg"): "acpi=off,rtc=on",
+}
 
 
 def machine_of(config: VmmConfig) -> str:
@@ -92,7 +98,7 @@ def _check(config: VmmConfig) -> None:
     text.match(_WORKER_ID, config.worker_id, "worker_id")
     text.match(_UUID, config.uuid, "uuid")
     text.plain(config.name, "name")
-    if machine_of(config) not in _OPTIONS:
+    if machine_of(config) not in _BY_MACHINE:
         raise InvalidArgument(f"{config.machine!r} is not q35 or microvm", field="machine")
     if not 1 <= config.cpus <= max(config.cpus, config.cpus_max) <= CPUS_MAX:
         raise InvalidArgument(
@@ -109,6 +115,8 @@ def _check(config: VmmConfig) -> None:
 def _check_microvm(config: VmmConfig) -> None:
     if not config.kernel:
         raise Unsupported("microvm boots a kernel, no firmware", field="kernel")
+    if config.cpus > 1 and config.accelerator == "tcg":
+        raise Unsupported("without KVM the guest of a microvm finds one CPU only", field="cpus")
     if config.cpus_max > config.cpus:
         raise Unsupported("microvm takes up no CPUs while it runs", field="cpus_max")
     if config.memory_max_bytes > config.memory_bytes:
@@ -141,9 +149,10 @@ def _machine(config: VmmConfig) -> list[str]:
         # Five-level page tables only slow the emulated walk down.
         accelerator, cpu = f"tcg,tb-size={TCG_CACHE_MIB}", "max,la57=off"
     kind = machine_of(config)
+    options = _OPTIONS[kind, config.accelerator]
     return [
         "-machine",
-        f"{kind},memory-backend=mem,{_OPTIONS[kind]},dump-guest-core=off",
+        f"{kind},memory-backend=mem,{options},dump-guest-core=off",
         "-accel",
         accelerator,
         "-cpu",

@@ -167,6 +167,7 @@ class QemuDriver(Limited):
         if state is VmmState.SHUTDOWN:
             return
         machine.require("power button", state, VmmState.RUNNING)
+        await machine.require_button(monitor)
         await monitor.tell("system_powerdown")
 
     async def quit(self, runtime_dir: Path) -> None:

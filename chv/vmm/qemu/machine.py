@@ -79,6 +79,15 @@ async def require_ports(monitor: Monitor, verb: str) -> None:
         )
 
 
+async def require_button(monitor: Monitor) -> None:
+    """Refuse to press a button that is not there."""
+    if not await is_microvm(monitor):
+        return
+    acpi = await monitor.ask("qom-get", {"path": "/machine", "property": "acpi"})
+    if acpi == "off":
+        raise Unsupported("QEMU's microvm has no power button without KVM", field="machine")
+
+
 async def is_sending(monitor: Monitor) -> bool:
     """Tell whether a move to another process was begun."""
     answer: list[dict[str, Any]] = await monitor.ask("qom-list", {"path": "/objects"})

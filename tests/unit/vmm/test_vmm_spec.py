@@ -282,3 +282,72 @@ def test_only_a_served_disk_is_plugged_later() -> None:
     with pytest.raises(InvalidArgument) as caught:
         disk_connection(SEED, (7, 2))
     assert caught.value.field == "disk.kind"
+
+
+MICROVM = {"machine": "microvm", "kernel": "/img/kernel", "cpus": 1}
+
+
+def test_room_for_more_cpus_and_memory_is_part_of_the_start() -> None:
+    argv = launch(cpus_max=4, memory_max_bytes=1024 << 20)
+    assert value(argv, "-smp") == "cpus=2,maxcpus=4,sockets=1,cores=4,threads=1"
+    assert value(argv, "-m") == "size=256M,slots=16,maxmem=1024M"
+    argv = launch(cpus_max=2, memory_max_bytes=256 << 20)
+    assert value(argv, "-smp") == "cpus=2,sockets=1,cores=2,threads=1"
+    assert value(argv, "-m") == "size=256M"
+
+
+def test_microvm_has_virtio_mmio_and_no_pci() -> None:
+    many = msgspec.structs.replace(NIC, queues=2)
+    argv = launch(disks=(ROOT, SEED), nics=(many,), **MICROVM)
+    assert "pci" not in " ".join(argv)
+    devices = [argv[at + 1] for at, word in enumerate(argv) if word == "-device"]
+    assert [device.split(",")[0] for device in devices] == [
+        "virtio-rng-device", "virtio-serial-device", "virtserialport", "pvpanic",
+        "vhost-user-blk", "virtio-blk-device", "virtio-net-device",
+    ]  # fmt: skip
+    assert "mq=on" in devices[-1]
+    assert "vectors" not in devices[-1]
+    assert "fds=10:11" in value(argv, "-netdev")
+
+
+def test_microvm_has_acpi_where_kvm_gives_linux_a_clock() -> None:
+    assert "acpi=on" in value(launch(**MICROVM | {"accelerator": "kvm", "cpus": 2}), "-machine")
+    assert "acpi=off" in value(launch(**MICROVM), "-machine")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kernel": ""}, "kernel"),
+        ({"cpus": 2}, "cpus"),
+        ({"cpus_max": 2}, "cpus_max"),
+        ({"memory_max_bytes": 512 << 20}, "memory_max_bytes"),
+        ({"disks": tuple(msgspec.structs.replace(ROOT, id=f"d{n}") for n in range(7))}, "disks"),
+    ],
+)
+def test_what_microvm_has_not_is_refused_by_name(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(Unsupported) as caught:
+        launch(**MICROVM | changes)
+    assert caught.value.field == field
+
+
+def test_another_machine_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="pc"):
+        launch(machine="pc")
+
+
+def test_a_vm_that_comes_from_elsewhere_waits_and_gets_its_devices_later() -> None:
+    on_port = msgspec.structs.replace(NIC, on_port=True)
+    fixed = msgspec.structs.replace(NIC, id="net1")
+    config = msgspec.structs.replace(BASE, disks=(ROOT, SEED), nics=(on_port, fixed))
+    restored = msgspec.structs.replace(config, restore_dir="/saved")
+    received = msgspec.structs.replace(config, incoming=True)
+    for config, stands in ((restored, True), (received, False)):
+        made = qemu_launch(config, binary="qemu", version=(7, 2), ports=11)
+        assert value(made.argv, "-incoming") == "defer"
+        assert ("-S" in made.argv) is stands
+        assert set(made.nic_fds) == {"net1"}
+        words = " ".join(made.argv)
+        assert "vhost-user-blk" not in words
+        assert "file-seed" in words
+        assert words.count("pcie-root-port") == 11
