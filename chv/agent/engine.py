@@ -114,6 +114,10 @@ class Engine:
         """Check, repair, back up, restore, grow now."""
         return await self._mutations.act_on_volume(request)
 
+    async def back_up_vm(self, request: api.BackUpVm) -> api.OperationReply:
+        """Back up all disks of a VM as they are in one instant."""
+        return await self._mutations.back_up_vm(request)
+
     async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
         """Ask for the end of an operation where that is safe."""
         return await self._mutations.cancel(request)

@@ -34,6 +34,7 @@ from chv.agent.tables import Tables
 from chv.agent.verbs import acted, started
 from chv.agent.vm.desired import vm_of
 from chv.agent.vm.restoring import asked, find_snapshot, require_restorable, restores, saved_of
+from chv.agent.volume import together
 from chv.agent.volume.verbs import cancelled, requested, under_way, with_request
 from chv.common.errors import (
     ChvError,
@@ -331,6 +332,34 @@ class Mutations:
         self._workers.ensure(stored)
         return reply
 
+    async def back_up_vm(self, request: api.BackUpVm) -> api.OperationReply:
+        """Back up all disks of a VM: an operation of the VM's own beside the spec's."""
+        verb = api.VolumeVerb.BACKUP.value
+        self._context.world.gate.check(verb)
+        digest = _digest("back_up", msgspec.json.encode(_replace(request, idempotency_key="")))
+        ledger = self._context.ledger
+        async with ledger.writing() as tables:
+            known = await self._recorded(request.idempotency_key, digest)
+            if known is not None:
+                return await self._replayed(known)
+            vm = queries.require(self._context, "VirtualMachine", request.namespace, request.name)
+            operation = self._context.operations.new(verb, vm, request.requester, request.reason)
+            wanted = together.requested(tables, vm, request, operation.id)
+            joined = together.under_way(tables, wanted)
+            if joined:
+                return api.OperationReply(operation=tables.operations[joined], joined=True)
+            await self.refuse_when_short()
+            reply = api.OperationReply(operation=operation)
+            volumes = [tables.objects[uid] for uid in wanted]
+            await ledger.commit_held(
+                *(with_request(volume, wanted[volume.uid]) for volume in volumes),
+                PutOperation(operation=operation),
+                *self._remember(request.idempotency_key, digest, reply),
+            )
+        for volume in volumes:
+            self._workers.ensure(volume)
+        return reply
+
     async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
         """Ask for the end of an operation; that it has ended is seen on it."""
         self._context.world.gate.check("cancel")
@@ -345,8 +374,9 @@ class Mutations:
             if request.reason:
                 words += f": {request.reason}"
             noted = _replace(operation, message=words)
-            await ledger.commit_held(cancelled(tables, operation), PutOperation(operation=noted))
-        self._context.wake(operation.uid)
+            change = cancelled(tables, operation)
+            await ledger.commit_held(change, PutOperation(operation=noted))
+        self._context.wake(change.uid)
         return api.OperationReply(operation=noted)
 
     # --- idempotency keys

@@ -104,8 +104,18 @@ class VmFacts(Record):
     restarts: int = 0
 
 
+class BackupPart(Record):
+    """A volume of a VM's backup, and where it goes."""
+
+    volume_uid: str
+    target: str
+
+
 class VolumeRequest(Record):
-    """A verb on a volume that is under way; cleared when it has ended."""
+    """A verb on a volume that is under way; cleared when it has ended.
+
+    `parts`: it is the backup of a VM, and every one of these volumes has this very request.
+    """
 
     operation_id: str
     verb: str  # of `VolumeVerb`
@@ -114,6 +124,8 @@ class VolumeRequest(Record):
     incremental: bool = False
     bps_max: int = 0
     cancelling: bool = False
+    vm_uid: str = ""
+    parts: tuple[BackupPart, ...] = ()
 
 
 class VolumeMove(Record):
@@ -444,6 +456,8 @@ def all_facts(stored: StoredObject) -> Facts | None:
 
 def is_side(operation: Operation) -> bool:
     """Tell whether an operation runs beside the one that makes its object as wanted."""
+    if operation.kind == "VirtualMachine":
+        return operation.verb == VolumeVerb.BACKUP.value
     return operation.kind == "Volume" and operation.verb in SIDE_VERBS
 
 

@@ -94,6 +94,7 @@ class Service:
         server.add(api.FINISH_UPLOAD, self.finish_upload)
         server.add(api.COLLECT_IMAGES, engine.collect_images)
         server.add(api.ACT_ON_VOLUME, engine.act_on_volume)
+        server.add(api.BACK_UP_VM, engine.back_up_vm)
         server.add(api.CANCEL_OPERATION, engine.cancel)
         server.add(api.PUT_KEY, engine.keys.put)
         server.add(api.DELETE_KEY, engine.keys.delete)

@@ -12,6 +12,7 @@ Add = Callable[["Sub[argparse.ArgumentParser]", str, str, str], argparse.Argumen
 def add_storage(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     """Add the commands; `add` makes one of them with its handler."""
     _volume(commands, add)
+    _backup(commands, add)
     _snapshot(commands, add)
     _key(commands, add)
     _storage(commands, add)
@@ -67,13 +68,31 @@ def _volume_verbs(actions: Sub[argparse.ArgumentParser], add: Add) -> None:
                 required=True,
                 help="a directory below storage.backup_paths, or nbd://HOST:PORT/EXPORT",
             )
-            parser.add_argument(
-                "--incremental", action="store_true", help="what changed since the one before"
-            )
-            parser.add_argument("--rate", default="", help="at most so much a second: 50Mi")
+            _backup_options(parser)
         if verb == "restore":
             parser.add_argument("--snapshot", required=True, help="a VolumeSnapshot that has it")
         _acting(parser, "1h")
+
+
+def _backup(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
+    text = "Back up all disks of a VM, as they were in one instant."
+    backup = add(commands, "backup", "backup:backup", text)
+    backup.add_argument("name", metavar="vm")
+    backup.add_argument(
+        "--to",
+        dest="target",
+        required=True,
+        help="as --target of `chv volume backup`; each volume goes below it, by its name",
+    )
+    _backup_options(backup)
+    _acting(backup, "1h")
+
+
+def _backup_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--incremental", action="store_true", help="what changed since the one before"
+    )
+    parser.add_argument("--rate", default="", help="at most so much a second: 50Mi")
 
 
 def _volume_changes(actions: Sub[argparse.ArgumentParser], add: Add) -> None:

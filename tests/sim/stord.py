@@ -388,6 +388,17 @@ class SimStord:
         self._volume(params.volume_id)
         return self._begin(params.volume_id, JobKind.BACKUP, params.meta.operation_id)
 
+    def _BackupVm(self, params: stord.BackupVm) -> JobInfo:
+        volume_ids = [part.volume_id for part in params.volumes]
+        if len({frozenset(self._volume(each).holders) for each in volume_ids}) > 1:
+            raise FailedPrecondition("some are attached, some are not")
+        job_id = params.meta.operation_id
+        if job_id not in self.jobs and any(map(self._job_of, volume_ids)):
+            raise Conflict("a job is under way")
+        info = self._begin(volume_ids[0], JobKind.BACKUP, job_id)
+        self.jobs[job_id].info = _replace(info, volume_ids=volume_ids)
+        return self.jobs[job_id].info
+
     def _CheckVolume(self, params: stord.CheckVolume) -> JobInfo:
         if self._volume(params.volume_id).holders:
             raise FailedPrecondition("it is attached")
@@ -475,7 +486,11 @@ class SimStord:
         return running[0] if running else None
 
     def _jobs_of(self, volume_id: str) -> list[SimJob]:
-        return [job for job in self.jobs.values() if job.info.volume_id == volume_id]
+        return [
+            job
+            for job in self.jobs.values()
+            if volume_id in (job.info.volume_id, *job.info.volume_ids)
+        ]
 
     # --- answers
 

@@ -55,6 +55,8 @@ def result_of(job: JobInfo) -> str:
     if job.kind is JobKind.BACKUP:
         count = result.get("bytes", "")
         size = format_bytes(int(count)) if count.isdigit() else count
+        if "volumes" in result:
+            return f"{result['volumes']} volumes, {size} in {result.get('path', '?')}"
         number = f"number {result['sequence']}, " if "sequence" in result else ""
         return f"{number}{size} in {result.get('path', '?')}"
     return ", ".join(f"{name} {value}" for name, value in result.items())

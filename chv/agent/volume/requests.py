@@ -10,9 +10,17 @@ from __future__ import annotations
 import msgspec
 
 from chv.agent.context import Context
-from chv.agent.records import Change, PutFacts, StoredObject, VolumeFacts, VolumeRequest
+from chv.agent.records import (
+    FINAL_STATES,
+    Change,
+    PutFacts,
+    StoredObject,
+    VolumeFacts,
+    VolumeRequest,
+)
 from chv.agent.references import referrers
 from chv.agent.volume.jobs import cancel_job, find_job, progress_of, result_of
+from chv.agent.volume.verbs import leads
 from chv.common.errors import (
     Cancelled,
     ChvError,
@@ -29,6 +37,7 @@ from chv.common.rpc import Method
 from chv.common.wire import stord
 from chv.common.wire.agent import OperationState, VolumeVerb
 from chv.common.wire.stord import JobInfo, JobState
+from chv.common.wire.types import CallMeta
 
 AGAIN = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict)
 WAIT_S_MAX = 900.0  # for whatever is in the way of its beginning
@@ -70,6 +79,8 @@ class Requests:
     async def _tend(
         self, stored: StoredObject, request: VolumeRequest, seen: stord.VolumeInfo
     ) -> bool:
+        if not leads(request, self._uid):
+            return await self._follow(request)
         match VolumeVerb(request.verb):
             case VolumeVerb.RESTORE:
                 return await self._restore(stored, request, seen)
@@ -77,6 +88,14 @@ class Requests:
                 return await self._grow(stored, request, seen)
             case _:
                 return await self._job(stored, request)
+
+    async def _follow(self, request: VolumeRequest) -> bool:
+        """Keep the request of a VM's backup, which another volume leads, until that has ended."""
+        operation = await self._context.ledger.operation(request.operation_id)
+        if operation is not None and operation.state not in FINAL_STATES:
+            return True
+        await self._end(request, OperationState.FAILED, "")  # it has: the request alone goes
+        return False
 
     # --- check, repair, backup: a job
 
@@ -98,6 +117,9 @@ class Requests:
 
     async def _begin(self, stored: StoredObject, request: VolumeRequest) -> None:
         meta = self._context.meta(request.operation_id, stored.resource.metadata.generation)
+        if request.parts:
+            await self._step(request, stord.BACKUP_VM, _backup_of_vm(request, meta))
+            return
         if request.verb == VolumeVerb.BACKUP.value:
             backup = stord.BackupVolume(
                 meta=meta,
@@ -234,6 +256,19 @@ class Requests:
                 await ledger.commit_held(*changes)
         if stored is not None:
             self._context.wake_referrers(stored)  # a VM may wait for the end of it
+
+
+def _backup_of_vm(request: VolumeRequest, meta: CallMeta) -> stord.BackupVm:
+    return stord.BackupVm(
+        meta=meta,
+        vm_id=request.vm_uid,
+        volumes=[
+            stord.BackupPart(volume_id=part.volume_uid, target=part.target)
+            for part in request.parts
+        ],
+        incremental=request.incremental,
+        bps_max=request.bps_max,
+    )
 
 
 def _request(stored: StoredObject) -> VolumeRequest | None:

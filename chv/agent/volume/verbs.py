@@ -49,7 +49,7 @@ def requested(
     snapshot = ""
     match request.verb:
         case VolumeVerb.BACKUP:
-            _check_target(request.target)
+            check_target(request.target)
         case VolumeVerb.RESTORE:
             snapshot = _snapshot_of(tables, stored, request.snapshot)
         case VolumeVerb.GROW_NOW:
@@ -111,7 +111,8 @@ def _refuse_attached(tables: Tables, stored: StoredObject, verb: VolumeVerb) -> 
         )
 
 
-def _check_target(target: str) -> None:
+def check_target(target: str) -> None:
+    """Refuse what names no place that a backup could go to."""
     if not target.startswith(("/", "nbd://")):
         raise InvalidArgument(
             f"{shown(target)} is no place for a backup",
@@ -154,7 +155,7 @@ def cancelled(tables: Tables, operation: Operation) -> PutFacts:
     """Return the change that asks for the end of an operation, or say why it cannot be ended."""
     if operation.state in FINAL_STATES:
         raise FailedPrecondition(f"it has ended: {operation.state.value}", resource=operation.id)
-    stored = tables.objects.get(operation.uid)
+    stored = _subject(tables, operation)
     if stored is None:
         raise NotFound("its object is gone", resource=operation.id)
     _refuse_needed_deletion(tables, stored, operation)
@@ -166,6 +167,24 @@ def cancelled(tables: Tables, operation: Operation) -> PutFacts:
             hint=_HINTS.get(operation.verb, "wait for it, or apply what is wanted instead"),
         )
     return change
+
+
+def _subject(tables: Tables, operation: Operation) -> StoredObject | None:
+    """Return the object that has what an operation asked for: of a VM's backup, a volume."""
+    if operation.kind != "VirtualMachine" or operation.verb != VolumeVerb.BACKUP.value:
+        return tables.objects.get(operation.uid)
+    for stored in tables.objects.values():
+        request = (stored.volume_facts or VolumeFacts()).request
+        if request is None or request.operation_id != operation.id:
+            continue
+        if leads(request, stored.uid):
+            return stored
+    return None
+
+
+def leads(request: VolumeRequest, volume_uid: str) -> bool:
+    """Tell whether stord's job belongs to this volume: of a VM's backup, to the first."""
+    return not request.parts or request.parts[0].volume_uid == volume_uid
 
 
 def _refuse_needed_deletion(tables: Tables, stored: StoredObject, operation: Operation) -> None:
@@ -196,7 +215,7 @@ def _cancelled(stored: StoredObject, operation: Operation) -> PutFacts | None:
         if not facts.taken:
             return None
         return PutFacts(uid=stored.uid, facts=_replace(facts, cancelling=True))
-    if operation.kind != "Volume" or stored.volume_facts is None:
+    if stored.volume_facts is None:
         return None
     request, move = stored.volume_facts.request, stored.volume_facts.move
     if request is not None and request.operation_id == operation.id:

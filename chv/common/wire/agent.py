@@ -176,6 +176,23 @@ class ActOnVolume(Message, frozen=True, kw_only=True):
     idempotency_key: ShortText = ""
 
 
+class BackUpVm(Message, frozen=True, kw_only=True):
+    """Back up all disks that a VM writes, as they were in one instant; each may be restored alone.
+
+    `target`: as for a volume's backup, but each volume goes to `<target>/<its name>`. The
+    operation is of the VM; `bps_max` is for all together.
+    """
+
+    name: Name
+    namespace: Name = "default"
+    requester: ShortText
+    reason: ShortText = ""
+    target: ShortText
+    incremental: bool = False
+    bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    idempotency_key: ShortText = ""
+
+
 class OperationState(StrEnum):
     """Pending and Running are live; the others are final."""
 
@@ -517,6 +534,7 @@ OPEN_UPLOAD = Method("OpenUpload", OpenUpload, UploadReply, fds=1)
 FINISH_UPLOAD = Method("FinishUpload", FinishUpload, ImportImageReply, 3600.0, events=Progress)
 COLLECT_IMAGES = Method("CollectImages", CollectImages, CollectImagesReply, 600.0)
 ACT_ON_VOLUME = Method("ActOnVolume", ActOnVolume, OperationReply)
+BACK_UP_VM = Method("BackUpVm", BackUpVm, OperationReply)
 CANCEL_OPERATION = Method("CancelOperation", CancelOperation, OperationReply)
 PUT_KEY = Method("PutKey", PutKey, KeyInfo)
 DELETE_KEY = Method("DeleteKey", DeleteKey, Done)
@@ -547,6 +565,7 @@ METHODS = (
     FINISH_UPLOAD,
     COLLECT_IMAGES,
     ACT_ON_VOLUME,
+    BACK_UP_VM,
     CANCEL_OPERATION,
     PUT_KEY,
     DELETE_KEY,
