@@ -41,6 +41,9 @@ KINDS = ("kill_after", "kill_before", "fail_before", "fail_after")
 class Life:
     """The scripted life; what is done is remembered over the lives of agents."""
 
+    stages = STAGES
+    deleted = DELETED
+
     def __init__(self, plan: dict[int, str]) -> None:
         self.machine = Machine(1, Chaos(random.Random(1), plan=plan))
         self.client = Client(random.Random(1), 0)
@@ -69,7 +72,7 @@ class Life:
             await self._retried(engine.recover)
             async with anyio.create_task_group() as group:
                 await group.start(engine.run)
-                for stage in STAGES[len(self.done) :]:
+                for stage in self.stages[len(self.done) :]:
                     await getattr(self, f"_{stage}")(bench)
                     self.done.append(stage)
                 group.cancel_scope.cancel()
@@ -111,7 +114,7 @@ class Life:
         assert bench.process() is not None
 
     async def _delete(self, bench: Bench) -> None:
-        for kind, name in DELETED:
+        for kind, name in self.deleted:
             try:
                 await self._retried(lambda kind=kind, name=name: bench.delete(kind, name))
                 await bench.until("deleted", name, kind, timeout_s=600)
