@@ -46,6 +46,7 @@ from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS, CollectImages
+from chv.common.wire.agent_history import HISTORY_METHODS
 from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
@@ -224,7 +225,8 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
     make_directories(layout, config)
     with FileLock.acquire(layout.lock("agent")):
         agent = Agent(config_path, config, layout)
-        server = Server("agent", METHODS, allow_uids=frozenset(config.api.allow_uids))
+        methods = (*METHODS, *HISTORY_METHODS)
+        server = Server("agent", methods, allow_uids=frozenset(config.api.allow_uids))
         server.recovering = "reading the store"
         add_hello(server, layout)
         async with open_store(layout.database("agent")) as store:

@@ -35,6 +35,7 @@ from chv.agent.snapshot.reconciler import SnapshotReconciler
 from chv.agent.snapshot.whole import VmSnapshotReconciler
 from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.volume.reconciler import VolumeReconciler
+from chv.agent.why import Why
 from chv.common.clock import timestamp
 from chv.common.errors import DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
@@ -69,6 +70,7 @@ class Engine:
         )
         self.keys = Keys(self._context)
         self.history = History(self._context, self._mutations.apply)
+        self.why = Why(self._context, self.history)
         self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:

@@ -16,6 +16,7 @@ from chv.agent import log_reader
 from chv.agent.console.recording import FILE_NAME
 from chv.agent.daemons import Daemons
 from chv.agent.engine import Engine
+from chv.agent.history_api import HistoryApi
 from chv.agent.image.callers import path_refused, refuse_paths
 from chv.agent.network.watching import Watching
 from chv.agent.node import Node
@@ -101,6 +102,7 @@ class Service:
         server.add(api.LIST_KEYS, engine.keys.list_all)
         server.add(api.GET_STORAGE_METRICS, self.storage_metrics)
         server.add(api.LIST_JOBS, self.storage_jobs)
+        HistoryApi(engine.history, engine.why).register(server)
         Watching(self._parts.daemons.link("nwd"), engine.directory).register(server)
 
     async def get_object(self, request: api.ObjectRef) -> api.ObjectReply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chv import VERSION
+from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
 from chv.cli.parser_storage import add_storage
 
@@ -23,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     _verbs(commands)
     _guest(commands)
     _operations(commands)
+    add_history(commands, _add)
     _images(commands)
     add_storage(commands, _add)
     add_net(commands, _add)
