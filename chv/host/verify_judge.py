@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from chv.host.verify import Check, failure
-from chv.host.verify_plan import NicWanted, Target, Trial
+from chv.host.verify_plan import Trial
+from chv.host.verify_targets import NicWanted, Target
 from chv.probe.device_events import (
     Check as ProbeCheck,
 )

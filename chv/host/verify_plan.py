@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 import msgspec
 
 from chv.common.errors import FailedPrecondition
 from chv.common.quantity import parse_bytes, parse_cpus
-from chv.common.wire.network_resources import Network, NetworkSpec, UplinkModeSpec
+from chv.common.wire.network_resources import Network, NetworkSpec
 from chv.common.wire.resources import VirtualMachine, Volume, VolumeClass
 from chv.common.wire.types import API_VERSION
+from chv.host.verify_targets import (
+    NicWanted,
+    Target,
+    closed_port,
+    free_addresses,
+    nic_plan,
+    target,
+    ways,
+)
 from chv.probe.command import DiskPlan, NetCheck, NicPlan, ProbeCommand
 
 LABEL = "chv.dev/verify"
@@ -27,27 +35,12 @@ NAMESPACE = "chv-verify"
 SUBNET = "192.0.2.0/24"
 DOMAIN = "verify.internal"
 RECORD, RECORD_ADDRESS = "record", "192.0.2.77"
-METADATA = "169.254.169.254"
 DISK_BYTES = 16 << 20
 SECTOR_BYTES = 512
 SECTORS = 64
 SEED = 20_260
-LEASE_MS = 4000
-OPEN_MS = 2000
-CLOSED_MS = 500  # a neighbour on the same machine answers within milliseconds
-CLOSED_PORT = 9
 NICS_WHOLE_MAX = 3  # more would not fit on the command line: the rest pings its gateway
 COPYABLE = (VolumeClass.FILE, VolumeClass.LVM, VolumeClass.RBD)
-
-
-@dataclass(frozen=True, slots=True)
-class NicWanted:
-    """A NIC of the trial. `address`: what was asked for; empty: the node chooses."""
-
-    name: str
-    mac: str
-    network: str
-    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +50,6 @@ class DiskWanted:
     sectors: int
     what: str
     read_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A check of the probe's, and what must come of it. `words`: what that is to people."""
-
-    id: str
-    mac: str
-    check: NetCheck
-    words: str
-    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +81,10 @@ class Names:
     def of(self, what: str) -> str:
         """Return the name of an object."""
         return f"verify-{self.token}-{what}"
+
+    def in_domain(self, what: str, domain: str) -> str:
+        """Return the name of a VM as the network's DNS knows it; empty without a domain."""
+        return f"{self.of(what)}.{domain}" if domain else ""
 
     def mac(self, number: int) -> str:
         """Return the MAC of a NIC: locally administered, of this run."""
@@ -182,10 +168,11 @@ def of_node(names: Names) -> Trial:
     }  # fmt: skip
     parts.documents.append(names.document("Network", "net", NAMESPACE, spec))
     _two_nics(parts, names.of("net"), ("192.0.2.11", "192.0.2.12"))
-    ways = _ways(names, parts.nics[0], DOMAIN, msgspec.convert(spec, NetworkSpec))
-    record = f"{RECORD}.{DOMAIN}"
-    ways.append(_target("dns", parts.nics[0], "dns", record, f"{record} resolves", RECORD_ADDRESS))
-    _pair(parts, ways)
+    first, record = parts.nics[0], f"{RECORD}.{DOMAIN}"
+    own = f"{names.of('vm')}.{DOMAIN}"
+    found = ways(first, msgspec.convert(spec, NetworkSpec), own, names.uplink)
+    found.append(target("dns", first, "dns", record, f"{record} resolves", RECORD_ADDRESS))
+    _pair(parts, found)
     return parts.finish({})
 
 
@@ -195,7 +182,8 @@ def of_network(names: Names, network: Network, taken: frozenset[str]) -> Trial:
     pair = free_addresses(network, taken, 2)
     _two_nics(parts, network.metadata.name, (pair[0], pair[1]))
     domain = network.status.domain if network.status else ""
-    _pair(parts, _ways(names, parts.nics[0], domain, network.spec))
+    own = names.in_domain("vm", domain)
+    _pair(parts, ways(parts.nics[0], network.spec, own, names.uplink))
     return parts.finish({})
 
 
@@ -244,11 +232,12 @@ def of_vm(names: Names, vm: VirtualMachine, found: Found) -> Trial:
         spec |= {"mac": made.mac, "network": made.network, "securityGroups": groups}
         parts.interfaces.append(spec)
         parts.nics.append(made)
-        network_spec = found.networks[nic.network].spec
-        domain = found.domain(nic.network)
-        ways = _ways(names, made, domain, network_spec, open_out=not groups)
-        whole = [*ways, _closed_port(made)]
-        _plan(parts, made, whole if index < NICS_WHOLE_MAX else whole[:1])
+        own = names.in_domain("vm", found.domain(nic.network))
+        # What a group lets out is the user's business.
+        uplink = "" if groups else names.uplink
+        asked = ways(made, found.networks[nic.network].spec, own, uplink)
+        asked.append(closed_port(made))
+        _ask(parts, made, asked if index < NICS_WHOLE_MAX else asked[:1])
     kept = msgspec.to_builtins(vm.spec)
     sizes = {key: kept[key] for key in ("cpus", "memory", "maxCpus", "maxMemory") if key in kept}
     vmm = names.vmm if names.vmm != "auto" else str(vm.spec.vmm)
@@ -267,22 +256,6 @@ class Found:
         """Return the domain of a network; empty while only a file knows it."""
         status = self.networks[network].status
         return status.domain if status else self.networks[network].spec.dns.domain
-
-
-def free_addresses(network: Network, taken: frozenset[str], count: int) -> list[str]:
-    """Return free addresses of a network, from its end; FailedPrecondition where there are none."""
-    subnet = IPv4Network(network.spec.subnet)
-    gateway = network.spec.gateway or str(subnet.network_address + 1)
-    free: list[str] = []
-    for number in range(int(subnet.broadcast_address) - 1, int(subnet.network_address), -1):
-        address = str(IPv4Address(number))
-        if address not in taken and address != gateway:
-            free.append(address)
-        if len(free) == count:
-            return free
-    raise FailedPrecondition(
-        f"{network.metadata.name} has no {count} free addresses", resource=network.spec.subnet
-    )
 
 
 def _kept(volume: Volume) -> dict[str, Any]:
@@ -331,40 +304,6 @@ def _copied_network(parts: _Parts, name: str, found: Found, number: int) -> str:
     return parts.names.of(what)
 
 
-# --- what is asked of NICs
-
-
-def _target(
-    check_id: str, nic: NicWanted, kind: Any, target: str, words: str, *addresses: str
-) -> Target:
-    return Target(check_id, nic.mac, NetCheck(kind=kind, target=target), words, addresses)
-
-
-def _ways(
-    names: Names, nic: NicWanted, domain: str, spec: NetworkSpec, *, open_out: bool = True
-) -> list[Target]:
-    """Return what every guest may reach. `open_out`: no group says what goes out."""
-    ways = [_target("gateway", nic, "ping", "router", "the gateway answers a ping")]
-    if domain:
-        own = f"{names.of('vm')}.{domain}"
-        ways.append(_target("dns", nic, "dns", own, "the VM's name resolves"))
-    port = NetCheck(kind="tcp", target="router", port=53)
-    ways.append(Target("firewall-open", nic.mac, port, "TCP port 53 of the gateway is open"))
-    if spec.metadata:
-        check = NetCheck(kind="tcp", target=METADATA, port=80)
-        ways.append(Target("metadata", nic.mac, check, f"{METADATA} answers"))
-    if spec.uplink is not UplinkModeSpec.NONE and names.uplink and open_out:
-        out = f"{names.uplink}, the node's next hop, answers a ping"
-        ways.append(_target("uplink", nic, "ping", names.uplink, out))
-    return ways
-
-
-def _closed_port(nic: NicWanted) -> Target:
-    check = NetCheck(kind="tcp", target="router", port=CLOSED_PORT, must_fail=True)
-    words = f"TCP port {CLOSED_PORT} of the gateway is closed"
-    return Target("firewall-closed", nic.mac, check, words)
-
-
 def _two_nics(parts: _Parts, network: str, addresses: tuple[str, str]) -> None:
     """Two NICs of one VM: eth0 in a group that lets pings in, eth1 in none."""
     group = {
@@ -383,24 +322,17 @@ def _two_nics(parts: _Parts, network: str, addresses: tuple[str, str]) -> None:
         })  # fmt: skip
 
 
-def _pair(parts: _Parts, ways: list[Target]) -> None:
+def _pair(parts: _Parts, open_ways: list[Target]) -> None:
     """Let the two NICs try what is open and what is closed between them."""
     member, alone = parts.nics
     closed = NetCheck(kind="ping", target=alone.address, must_fail=True)
     no_rule = f"no rule lets a ping in to {alone.name}, and none comes"
-    _plan(parts, member, [*ways, Target("firewall-closed", member.mac, closed, no_rule)])
+    _ask(parts, member, [*open_ways, Target("firewall-closed", member.mac, closed, no_rule)])
     rule = f"a rule lets pings in to {member.name}, and they come"
-    ping = _target("firewall-open", alone, "ping", member.address, rule)
-    _plan(parts, alone, [_closed_port(alone), ping])
+    ping = target("firewall-open", alone, "ping", member.address, rule)
+    _ask(parts, alone, [closed_port(alone), ping])
 
 
-def _plan(parts: _Parts, nic: NicWanted, targets: list[Target]) -> None:
-    """Tell one NIC what to try; what must fail is waited for less long."""
+def _ask(parts: _Parts, nic: NicWanted, targets: list[Target]) -> None:
     parts.targets += targets
-    checks = tuple(
-        msgspec.structs.replace(
-            target.check, timeout_ms=CLOSED_MS if target.check.must_fail else OPEN_MS
-        )
-        for target in targets
-    )
-    parts.plans.append(NicPlan(nic=nic.mac, checks=checks, lease_ms=LEASE_MS))
+    parts.plans.append(nic_plan(nic, targets))

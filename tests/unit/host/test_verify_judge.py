@@ -6,7 +6,7 @@ import pytest
 
 from chv.common.wire.network_resources import Network, NetworkSpec
 from chv.common.wire.resource_base import ObjectMeta
-from chv.host import verify_judge, verify_plan
+from chv.host import verify_judge, verify_plan, verify_targets
 from chv.host.verify import Check
 from chv.host.verify_judge import Said
 from chv.host.verify_plan import Names, Trial
@@ -179,7 +179,10 @@ def test_everything_that_is_made_carries_the_label_and_fits_the_command_line() -
 def test_addresses_on_a_users_network_are_free_ones() -> None:
     spec = NetworkSpec(subnet="10.0.0.0/29")
     lan = Network(metadata=ObjectMeta(name="lan", namespace="default"), spec=spec)
-    assert verify_plan.free_addresses(lan, frozenset({"10.0.0.6"}), 2) == ["10.0.0.5", "10.0.0.4"]
+    assert verify_targets.free_addresses(lan, frozenset({"10.0.0.6"}), 2) == [
+        "10.0.0.5",
+        "10.0.0.4",
+    ]
     trial = verify_plan.of_network(NAMES, lan, frozenset({"10.0.0.6"}))
     assert [nic.address for nic in trial.nics] == ["10.0.0.5", "10.0.0.4"]
     assert trial.second is None
