@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -178,6 +179,23 @@ async def test_a_snapshot_is_written_through_no_link_of_the_vms_uid(world: World
     with pytest.raises(FailedPrecondition, match="exists"):
         await vm.driver.core_dump(vm.dir, path)
     assert not (world.base / "elsewhere").exists()
+
+
+async def test_a_snapshot_is_read_from_plain_files_alone(world: World) -> None:
+    vm = await world.vm()
+    await vm.start()
+    await vm.driver.pause(vm.dir)
+    await vm.driver.snapshot(vm.dir, vm.save)
+    clone = await world.again("b", vm, restore_dir=str(vm.save))
+    (vm.save / "state").unlink()
+    os.mkfifo(vm.save / "state")
+    with anyio.fail_after(5), pytest.raises(InvalidArgument, match="not a plain file"):
+        await clone.driver.create(clone.dir, clone.config, {})
+    (vm.save / "layout.json").unlink()
+    (vm.save / "layout.json").symlink_to("/etc/hostname")
+    with pytest.raises(InvalidArgument, match=r"layout\.json"):
+        clone.driver.launch(clone.config)
+    assert await clone.state() is VmmState.EMPTY
 
 
 async def test_what_does_not_fit_a_snapshot_is_refused_before_anything_starts(

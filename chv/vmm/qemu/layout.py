@@ -9,7 +9,9 @@ cannot be read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -89,13 +91,22 @@ def decode(data: bytes, where: str) -> Layout:
 def read(directory: Path) -> Layout:
     """Read the layout of a snapshot."""
     path = directory / LAYOUT_FILE
+    with opened(path) as fd:
+        return decode(os.read(fd, LAYOUT_BYTES_MAX), str(path))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a file of a snapshot, which the VM's uid may have replaced: only a plain file will do."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        text = f"no snapshot in {directory}: {error.strerror}"
+        text = f"no snapshot in {path.parent}: {path.name}: {error.strerror}"
         raise InvalidArgument(text, field="restore_dir") from error
     try:
-        return decode(os.read(fd, LAYOUT_BYTES_MAX), str(path))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise InvalidArgument(f"{path} is not a plain file", field="restore_dir")
+        yield fd
     finally:
         os.close(fd)
 

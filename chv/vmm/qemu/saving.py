@@ -25,7 +25,6 @@ DUMP = "chv-dump"
 DUMP_S_MAX = 600.0
 POLL_S = 0.02
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 async def snapshot(monitor: Monitor, directory: Path) -> None:
@@ -78,20 +77,10 @@ async def restore(
     if (await stream.progress(monitor))[0] in ("none", ""):
         saved = await anyio.to_thread.run_sync(layout.read, directory)
         await layout.rebuild(monitor, config, saved, nic_fds, version)
-        fd = _open_state(directory / STATE_FILE)
-        try:
+        with layout.opened(directory / STATE_FILE) as fd:
             await stream.read(monitor, fd)
-        finally:
-            os.close(fd)
     await stream.taken_up(monitor)
     machine.require("restore", await machine.state(monitor), VmmState.PAUSED)
-
-
-def _open_state(path: Path) -> int:
-    try:
-        return os.open(path, _OLD)
-    except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror}", field="restore_dir") from error
 
 
 async def core_dump(monitor: Monitor, path: Path) -> None:

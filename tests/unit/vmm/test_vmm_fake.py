@@ -6,19 +6,22 @@ import sys
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from chv.common.errors import (
     Conflict,
     DeadlineExceeded,
+    FailedPrecondition,
     Internal,
     InvalidArgument,
     OutcomeUnknown,
     Unavailable,
+    Unsupported,
 )
 from chv.common.process import run
-from chv.vmm import in_process
-from chv.vmm.driver import DiskConfig, NicConfig, VmmConfig, VmmState
+from chv.vmm import fake_driver, in_process
+from chv.vmm.driver import DiskConfig, NicConfig, Sizes, VmmConfig, VmmState
 from chv.vmm.fake_driver import FakeDriver
 from chv.vmm.fake_spec import parse_argv, parse_behaviour
 from chv.vmm.fake_state import READY_LINE, Behaviour, FakeVm, Fault
@@ -204,3 +207,73 @@ async def test_a_fake_process_without_its_options_says_how_to_call_it() -> None:
     ended = await run([sys.executable, "-m", "chv.vmm.fake"], timeout_s=20, check=False)
     assert ended.returncode == 1
     assert b"--id" in ended.stderr
+
+
+ROOMY = msgspec.structs.replace(CONFIG, cpus_max=4, memory_max_bytes=4 << 20)
+
+
+def running(config: VmmConfig = ROOMY, vmms: InProcessVmms | None = None) -> InProcessVmms:
+    vmms = vmms or InProcessVmms()
+    vmms.start(vmms.launch(config).argv)
+    return vmms
+
+
+async def test_a_guest_that_clings_keeps_its_cpus_until_it_lets_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fake_driver, "REMOVE_S_MAX", 0.1)
+    vmms = running()
+    await vmms.boot(RUNTIME)
+    await vmms.set_cpus(RUNTIME, 4)
+    await vmms.guest(RUNTIME, "cling")
+    with pytest.raises(DeadlineExceeded, match="CPUs"):
+        await vmms.set_cpus(RUNTIME, 1)
+    assert (await vmms.sizes(RUNTIME)).cpus == 4
+    await vmms.guest(RUNTIME, "let_go")
+    assert (await vmms.sizes(RUNTIME)).cpus == 1
+
+
+async def test_sizes_are_those_of_the_start_and_change_no_further_than_they_may() -> None:
+    vmms = running()
+    assert await vmms.sizes(RUNTIME) == Sizes(
+        cpus=1, cpus_max=4, memory_bytes=1 << 20, memory_max_bytes=4 << 20
+    )
+    with pytest.raises(FailedPrecondition, match="created"):
+        await vmms.set_cpus(RUNTIME, 2)
+    await vmms.boot(RUNTIME)
+    await vmms.set_memory(RUNTIME, 3 << 20)
+    with pytest.raises(Unsupported, match="away"):
+        await vmms.set_memory(RUNTIME, 2 << 20)
+    with pytest.raises(InvalidArgument, match="more than"):
+        await vmms.set_memory(RUNTIME, 5 << 20)
+    assert (await vmms.sizes(RUNTIME)).memory_bytes == 3 << 20
+
+
+async def test_a_fake_that_starts_from_a_snapshot_is_empty_until_it_is_made() -> None:
+    vmms = running()
+    await vmms.boot(RUNTIME)
+    await vmms.set_cpus(RUNTIME, 3)
+    await vmms.pause(RUNTIME)
+    await vmms.snapshot(RUNTIME, Path("/saved"))
+    vmms.kill(ROOMY.worker_id)
+    config = msgspec.structs.replace(ROOMY, restore_dir="/saved")
+    running(config, vmms)
+    assert (await vmms.observe(RUNTIME)).state is VmmState.EMPTY
+    for _ in range(2):
+        await vmms.create(RUNTIME, config, {})
+        assert (await vmms.observe(RUNTIME)).state is VmmState.PAUSED
+    assert (await vmms.sizes(RUNTIME)).cpus == 3
+    elsewhere = msgspec.structs.replace(config, restore_dir="/nowhere")
+    vmms.kill(ROOMY.worker_id)
+    running(elsewhere, vmms)
+    with pytest.raises(InvalidArgument, match="no snapshot"):
+        await vmms.create(RUNTIME, elsewhere, {})
+
+
+async def test_reboots_are_counted_and_resets_from_outside_are_not() -> None:
+    vmms = running()
+    await vmms.boot(RUNTIME)
+    await vmms.guest(RUNTIME, "reboot")
+    await vmms.reset(RUNTIME)
+    assert (await vmms.observe(RUNTIME)).reboots == 1
+    assert await vmms.resets(RUNTIME) == 2
