@@ -97,7 +97,7 @@ def read(directory: Path) -> Layout:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a file of a snapshot, which the VM's uid may have replaced: only a plain file will do."""
+    """Open a file of a snapshot: a plain one, which the VM's uid may have replaced."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
