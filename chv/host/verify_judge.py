@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from chv.host.verify import Check, failure
-from chv.host.verify_plan import Trial
+from chv.host.verify_plan import DiskWanted, Trial
 from chv.host.verify_targets import NicWanted, Target
 from chv.probe.device_events import (
     Check as ProbeCheck,
@@ -84,21 +84,32 @@ def machine(said: Said, trial: Trial) -> Check:
 def disks(said: Said, trial: Trial) -> list[Check]:
     """Return the checks of all disks of a first boot: written, flushed and read back; the cache."""
     checks: list[Check] = []
-    for wanted in trial.disks:
+    for wanted in (disk for disk in trial.disks if not disk.read_only):
         disk = _disk(said, wanted.sectors)
-        check_id = "disk-read" if wanted.read_only else "disk"
         if disk is None:
-            words = failure(
-                f"the guest sees no disk of {wanted.sectors * 512 >> 20} MiB ({wanted.what})",
-                "the storage daemon did not serve it",
-                STORD_LOG,
-            )
-            checks.append(Check(check_id, False, 0, words))
-        elif wanted.read_only:
-            checks.append(_read(said, disk, wanted.what))
+            checks.append(_unseen("disk", wanted))
         else:
             checks += [_written(said, disk, wanted.what), _cache(disk)]
     return checks
+
+
+def reads(said: Said, trial: Trial) -> list[Check]:
+    """Return the checks of the disks that are read alone."""
+    checks: list[Check] = []
+    for wanted in (disk for disk in trial.disks if disk.read_only):
+        disk = _disk(said, wanted.sectors)
+        seen = _read(said, disk, wanted.what) if disk else _unseen("disk-read", wanted)
+        checks.append(seen)
+    return checks
+
+
+def _unseen(check_id: str, wanted: DiskWanted) -> Check:
+    words = failure(
+        f"the guest sees no disk of {wanted.sectors * 512 >> 20} MiB ({wanted.what})",
+        "the storage daemon did not serve it",
+        STORD_LOG,
+    )
+    return Check(check_id, False, 0, words)
 
 
 def kept(said: Said, trial: Trial, check_id: str, after: str) -> list[Check]:

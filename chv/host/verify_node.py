@@ -256,6 +256,9 @@ async def _drive(session: Session, findings: Findings, trial: Trial) -> None:
     await _button(session, findings, trial)
     if trial.second is not None:
         await _again(session, findings, trial)
+        return
+    for check in verify_judge.reads(said, trial):
+        findings.add(check)
 
 
 async def _first_boot(session: Session, findings: Findings, trial: Trial) -> dict[str, str]:
@@ -324,6 +327,8 @@ async def _again(session: Session, findings: Findings, trial: Trial) -> None:
         said = boots[-1] if boots else verify_judge.Said(())
         for check in verify_judge.kept(said, trial, check_id, after):
             findings.add(Check(check.id, check.ok, since_ms(started), check.message))
+        for check in verify_judge.reads(said, trial) if verb is agent.VmVerb.START else ():
+            findings.add(check)
 
 
 def _booted(before: int, events: list[Event]) -> bool:

@@ -36,6 +36,7 @@ SUBNET = "192.0.2.0/24"
 DOMAIN = "verify.internal"
 RECORD, RECORD_ADDRESS = "record", "192.0.2.77"
 DISK_BYTES = 16 << 20
+STEP_BYTES = 4 << 20
 SECTOR_BYTES = 512
 SECTORS = 64
 SEED = 20_260
@@ -120,16 +121,17 @@ class _Parts:
     targets: list[Target] = field(default_factory=list)
     plugged: list[dict[str, Any]] = field(default_factory=list)
     disks: list[DiskWanted] = field(default_factory=list)
-    read: list[DiskPlan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def finish(self, spec: Mapping[str, Any]) -> Trial:
         """Return the trial of a VM with these parts and what else its spec says."""
-        writes = [DiskPlan(kind=_kind, sectors=SECTORS, seed=SEED) for _kind in ("check", "verify")]
         written = any(not disk.read_only for disk in self.disks)
-        first = ProbeCommand(disks=(writes[0], *self.read), nics=tuple(self.plans))
+        read = DiskPlan(kind="verify", sectors=SECTORS, seed=SEED)
+        plan = DiskPlan(kind="check", sectors=SECTORS, seed=SEED) if written else read
+        first = ProbeCommand(disks=(plan,), nics=tuple(self.plans))
+        # Where disks are found differs between VMMs: all are read, those of the user as well.
         off = tuple(NicPlan(nic=nic.mac, off=True) for nic in self.nics)
-        second = ProbeCommand(disks=(writes[1], *self.read), nics=off)
+        second = ProbeCommand(disks=(read,), nics=off)
         vm = self.names.document("VirtualMachine", "vm", self.namespace, {
             "memory": "128Mi",
             "vmm": self.names.vmm,
@@ -191,19 +193,16 @@ def of_volume(names: Names, volume: Volume, in_use_by: str) -> Trial:
     """Return a VM with an empty volume of the same kind, and the volume itself, read-only."""
     parts = _Parts(names, volume.metadata.namespace)
     name, kind = volume.metadata.name, volume.spec.class_
+    size = parse_bytes(volume.spec.size)
     if kind in COPYABLE:
-        _new_volume(parts, _kept(volume), f"an empty {kind} volume beside {name}")
+        _new_volume(parts, _kept(volume), f"an empty {kind} volume beside {name}", size)
     else:
         parts.notes.append(f"a {kind} volume cannot be made beside {name}: nothing was written")
     if in_use_by:
         parts.notes.append(f"{name} is in use by {in_use_by}: its own data was not touched")
     else:
-        size = parse_bytes(volume.spec.size)
         parts.plugged.append({"name": "subject", "volume": name, "readOnly": True})
         parts.disks.append(DiskWanted(size // SECTOR_BYTES, f"{name}, read-only", read_only=True))
-        # The seed disk is the first one.
-        subject = str(len(parts.disks))
-        parts.read.append(DiskPlan(kind="verify", disk=subject, sectors=SECTORS, first=0, seed=0))
     if not parts.disks:
         raise FailedPrecondition(
             f"nothing of {name} can be verified while {in_use_by} uses it",
@@ -265,9 +264,10 @@ def _kept(volume: Volume) -> dict[str, Any]:
     return {key: spec[key] for key in keys if spec.get(key)}
 
 
-def _new_volume(parts: _Parts, spec: Mapping[str, Any], what: str) -> None:
-    # Each has a size of its own: that is how the probe's words on it are told from others.
-    size = DISK_BYTES + len(parts.disks) * (4 << 20)
+def _new_volume(parts: _Parts, spec: Mapping[str, Any], what: str, other_bytes: int = 0) -> None:
+    """Each has a size of its own: that is how the probe's words on it are told from others."""
+    size = DISK_BYTES + len(parts.disks) * STEP_BYTES
+    size += STEP_BYTES * (size == other_bytes)
     name = f"disk{len(parts.disks)}"
     document = parts.names.document(
         "Volume", name, parts.namespace, {"size": f"{size >> 20}Mi", **spec}

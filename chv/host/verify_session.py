@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -154,6 +155,8 @@ class Session:
                 return
 
     async def _delete(self, item: Resource, again: list[Resource]) -> None:
+        if item.kind == REMOVAL[0]:
+            await self._end(item)
         request = agent.DeleteObject(
             kind=item.kind, name=item.metadata.name, namespace=item.metadata.namespace,
             uid=item.metadata.uid, requester=self._requester, reason="chv verify",
@@ -167,6 +170,15 @@ class Session:
         except ChvError:
             # Whatever it is: the others go all the same, and this one is reported as left behind.
             return
+
+    async def _end(self, vm: Resource) -> None:
+        """End a VM without asking its guest, which has nothing to lose; deleting would ask."""
+        request = agent.ActOnVm(
+            verb=agent.VmVerb.STOP, name=vm.metadata.name, namespace=vm.metadata.namespace,
+            requester=self._requester, reason="chv verify", force=True,
+        )  # fmt: skip
+        with suppress(ChvError):  # it is deleted all the same
+            await self.client.call(agent.ACT_ON_VM, request)
 
 
 def _label(item: Resource) -> str:
