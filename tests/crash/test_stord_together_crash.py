@@ -5,8 +5,6 @@ Raw ones with their proxies, and a mix without. With CHV_LONG=1 every failpoint,
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from chv.common.errors import OutcomeUnknown, Unavailable
 from chv.common.wire import stord as wire
 from tests.integration.stord_helpers import IDS, Node, needs_qsd, open_node
 from tests.integration.vhost_client import VhostDisk
+from tests.sampling import paired, sampled
 
 pytestmark = [pytest.mark.root, needs_qsd]
 PLAIN = (
@@ -28,14 +27,14 @@ CASES = (
     *((place, ("raw", "raw", "raw")) for place in (*PLAIN, *PROXY)),
 )
 SAMPLE = 6
-CHOSEN = CASES if os.environ.get("CHV_LONG") else random.Random(11).sample(CASES, SAMPLE)
+CHOSEN = sampled(CASES, SAMPLE, seed=19)
 
 
-@pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize(("place", "formats"), CHOSEN)
+@pytest.mark.parametrize(("case", "nth"), paired(CHOSEN, [1, 2]))
 async def test_a_kill_while_several_are_attached_leaves_one_daemon_and_all_are_served(
-    place: str, formats: tuple[str, ...], nth: int
+    case: tuple[str, tuple[str, ...]], nth: int
 ) -> None:
+    place, formats = case
     before = f"{nth - 1}*off->" if nth > 1 else ""
     async with open_node(start=False, storage='proxy = "auto"') as node:
         await node.start(failpoints=f"stord.attach.{place}={before}1*kill")

@@ -31,6 +31,7 @@ from tests.integration.stord_classes_helpers import SIZE_BYTES
 from tests.integration.stord_helpers import IDS, MIB, Node, needs_qsd, open_node
 from tests.integration.test_stord_encryption import KEY
 from tests.integration.vhost_client import VhostDisk
+from tests.sampling import paired, sampled
 
 pytestmark = [pytest.mark.root, needs_qsd]
 LOCKED = wire.Encryption(key="default/disk")
@@ -101,7 +102,7 @@ async def test_a_locked_volume_begins_as_its_image(kind: str) -> None:
         await node.delete(volume)
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", sampled(FOREIGN, 2, seed=4))
 async def test_an_image_goes_over_no_data_and_says_how_to_make_room(kind: str) -> None:
     async with node_at(kind) as (node, place):
         volume, again = IDS.uid(), IDS.uid()
@@ -131,8 +132,7 @@ async def test_an_image_larger_than_the_volume_is_refused_before_anything_is_wri
         assert await node.volumes() == []
 
 
-@pytest.mark.parametrize("kind", ["block", "nbd"])
-@pytest.mark.parametrize("encryption", [None, LOCKED])
+@pytest.mark.parametrize(("kind", "encryption"), paired(["block", "nbd"], [None, LOCKED]))
 async def test_a_full_clone_of_a_snapshot_is_copied_there(
     kind: str, encryption: wire.Encryption | None
 ) -> None:
@@ -151,7 +151,11 @@ async def test_a_full_clone_of_a_snapshot_is_copied_there(
 
 @pytest.mark.parametrize(
     "point",
-    ["takeover.after_begin", "fill.after_create", "fill.after_convert", "fill.after_copy"],
+    sampled(
+        ["takeover.after_begin", "fill.after_create", "fill.after_convert", "fill.after_copy"],
+        2,
+        seed=1,
+    ),
 )
 async def test_a_kill_at_any_step_of_a_copy_ends_in_the_whole_image(point: str) -> None:
     async with node_at("block", failpoints=f"stord.{point}=kill") as (node, place):

@@ -34,6 +34,7 @@ from tests.integration.test_stord_encryption import (
     seen_in_processes,
 )
 from tests.integration.vhost_client import VhostDisk
+from tests.sampling import sampled
 
 pytestmark = [pytest.mark.root, needs_qsd]
 LOCKED = wire.Encryption(key="default/disk")
@@ -126,7 +127,7 @@ async def test_a_wrong_key_is_named_and_a_rotated_one_opens(kind: str) -> None:
         await node.delete(volume, generation=3)
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", sampled(FOREIGN, 2, seed=1))
 async def test_data_of_others_are_not_written_over(kind: str) -> None:
     async with node_at(kind) as (node, place):
         volume = IDS.uid()
@@ -145,7 +146,7 @@ async def test_data_of_others_are_not_written_over(kind: str) -> None:
         assert place.content() == before
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", sampled(FOREIGN, 2, seed=2))
 async def test_a_deleted_volume_is_found_again_by_its_key_and_by_no_other(kind: str) -> None:
     async with node_at(kind) as (node, place):
         first, second, third = IDS.uid(), IDS.uid(), IDS.uid()
@@ -185,7 +186,7 @@ async def test_a_key_that_is_not_there_is_named_and_nothing_is_made() -> None:
         assert await node.volumes() == []
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", sampled(FOREIGN, 2, seed=3))
 async def test_a_snapshot_of_a_locked_volume_is_locked_and_restored(kind: str) -> None:
     async with node_at(kind) as (node, place):
         volume = IDS.uid()
@@ -201,12 +202,16 @@ async def test_a_snapshot_of_a_locked_volume_is_locked_and_restored(kind: str) -
 
 @pytest.mark.parametrize(
     "point",
-    [
-        "stord.fill.after_create",
-        "stord.takeover.after_begin",
-        "stord.takeover.after_header",
-        "stord.fill.after_copy",
-    ],
+    sampled(
+        [
+            "stord.fill.after_create",
+            "stord.takeover.after_begin",
+            "stord.takeover.after_header",
+            "stord.fill.after_copy",
+        ],
+        2,
+        seed=2,
+    ),
 )
 async def test_a_kill_at_any_step_of_a_creation_ends_in_a_whole_volume(point: str) -> None:
     async with node_at("block") as (node, place):
