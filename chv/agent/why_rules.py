@@ -19,6 +19,7 @@ WELL_WHEN_FALSE = frozenset({"Paused", "StorageLost", "RestartRequired"})
 CONSEQUENCES = frozenset({"NotRunning", "NotProbedYet", "PortNotDeclared"})
 GOOD_PHASES = frozenset({"Ready", "Attached", "Running"})
 FIXES_MAX = 6
+WORD_MAX = 8  # a longer kind is typed by its alias
 # `chv stop web` in the middle of a message of ours.
 _COMMAND = re.compile(r"\bchv [a-z][^;,()`]*?(?= makes|[;,()`]|$)")
 _BY_REASON = {
@@ -41,7 +42,8 @@ _BY_TYPE = {
 
 def short_kind(kind: str) -> str:
     """Return the kind as one types it."""
-    return next(alias for alias, known in KIND_ALIASES.items() if known == kind)
+    short = next(alias for alias, known in KIND_ALIASES.items() if known == kind)
+    return kind.lower() if len(kind) <= WORD_MAX else short
 
 
 def typed(stored: StoredObject) -> str:

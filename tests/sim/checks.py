@@ -6,6 +6,9 @@ checked by the fakes themselves at each effect.
 
 from __future__ import annotations
 
+import msgspec
+
+from chv.agent.generations import GENERATIONS_MAX
 from chv.agent.network.policy import wanted_exposure, wanted_group
 from chv.agent.records import FINAL_STATES, StoredObject
 from chv.agent.tables import Tables
@@ -26,6 +29,7 @@ def problems(machine: Machine, client: Client) -> list[str]:
     return [
         *machine.violations,
         *_nothing_lost(tables, client),
+        *_history(tables),
         *_operations(tables, client),
         *_vms(machine, tables),
         *_volumes(machine, tables),
@@ -45,6 +49,20 @@ def _nothing_lost(tables: Tables, client: Client) -> list[str]:
             found.append(f"I2: {uid} is lost")
         elif stored is not None and stored.resource.metadata.generation < generation:
             found.append(f"I2: generation {generation} of {stored.title} is lost")
+    return found
+
+
+def _history(tables: Tables) -> list[str]:
+    """I2: each generation of what is there has its row, and the newest says what is wanted."""
+    found = []
+    for uid, stored in tables.objects.items():
+        newest = stored.resource.metadata.generation
+        rows = tables.histories.get(uid, ())
+        wanted = list(range(max(1, newest - GENERATIONS_MAX + 1), newest + 1))
+        if [each.row.generation for each in rows] != wanted:
+            found.append(f"I2: a generation of {stored.title} has no row in its history")
+        elif rows[-1].spec != msgspec.json.encode(stored.resource.spec).decode():
+            found.append(f"I2: the history of {stored.title} says something else than its spec")
     return found
 
 

@@ -335,7 +335,7 @@ async def test_why_says_in_a_line_that_nothing_is_in_the_way() -> None:
         await bench.final(applied.results[0].operation_id)
         reply = await bench.engine.why.why(ObjectRef(kind="Network", name="net"))
     assert reply.as_wanted
-    assert reply.verdict == "net/net is Ready, as test wanted (a lab): nothing is in its way"
+    assert reply.verdict == "network/net is Ready, as test wanted (a lab): nothing is in its way"
     assert (reply.conditions, reply.fixes, reply.operation) == ([], [], None)
 
 
@@ -366,7 +366,7 @@ async def test_why_leads_from_a_vm_to_the_daemon_that_is_silent() -> None:
         assert reply.operation.verb == "create"
         assert [each.type for each in reply.conditions][:1] == ["VolumesReady"]
         assert [each.name for each in reply.obstacles] == ["data"]
-        assert "chv why volume/data" in reply.fixes or "chv why vol/data" in reply.fixes
+        assert "chv why volume/data" in reply.fixes
 
 
 async def test_why_of_nobody_is_not_found() -> None:
