@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,15 @@ import pytest
 
 from tests import sabotage
 from tests.integration.live_node import ROOT, LiveNode, need, wait_for
-from tests.probe_node import VMMS, ProbeNode, probe_node, vm, volume
+from tests.probe_node import (
+    VMMS,
+    ProbeNode,
+    cloud_hypervisor,
+    probe_node,
+    skip_without,
+    vm,
+    volume,
+)
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, need()]
 KINDS = ("vm", "volume", "network", "sg", "image")
@@ -236,3 +245,26 @@ def test_kvm_that_is_gone_is_named_where_it_is_needed(probes: ProbeNode, tmp_pat
     assert "Cloud Hypervisor cannot run here: /dev/kvm is not a device" in failures(report)["kvm"]
     assert "chv doctor" in failures(report)["kvm"]
     assert left_on(probes.node) == []
+
+
+ALONE = 'mount -t tmpfs none /run/chv && cd "$0" && exec "$@"'
+
+
+@pytest.mark.parametrize("vmm", VMMS)
+def test_without_an_agent_host_and_vmm_are_proven_and_that_is_said(
+    vmm: str, tmp_path: Path
+) -> None:
+    skip_without(vmm)
+    Path("/run/chv").mkdir(exist_ok=True)
+    environment = {key: value for key, value in os.environ.items() if key != "CHV_SOCKET"}
+    environment |= {"PYTHONPATH": str(ROOT), "CHV_CLOUD_HYPERVISOR": cloud_hypervisor()}
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", ALONE, str(tmp_path),
+         sys.executable, "-m", "chv.cli", "verify", "--vmm", vmm, "--json"],
+        capture_output=True, text=True, check=False, timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert set(passed(report)) == {"kvm", "vmm", "agent"}
+    assert report["vmm"].startswith(vmm)
+    assert "storage and network were not tried" in passed(report)["agent"]
