@@ -45,6 +45,8 @@ class Crowd:
         for key in self._followed.sources if len(self._taps) + len(came) < len(nics) else came:
             if key not in self._taps:
                 self._add(key, self._followed.sources[key])
+        if went:  # what is equal may have come in another place
+            self._taps = {key: self._taps[key] for key in self._followed.sources}
 
     def _add(self, key: int, nic: Nic) -> None:
         self._texts.put(DnsNic(nic.mac, nic.address, nic.hostname, nic.address6))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from chv.common.ids import short_uid
 
 if TYPE_CHECKING:
-    from chv.nwd.records import Nic
+    from chv.nwd.records import Nic, Wanted
+
+T = TypeVar("T")
 
 
 class Members:
@@ -27,6 +29,7 @@ class Members:
         self._names: dict[str, dict[str, Nic]] = {}
         self._groups: Counter[str] = Counter()
         self._unswept: dict[str, None] = {}
+        self._kinds: Counter[tuple[Wanted, str]] = Counter()
         self._all: tuple[Nic, ...] | None = ()
 
     @property
@@ -35,6 +38,11 @@ class Members:
         if self._all is None:
             self._all = tuple(self.nics.values())
         return self._all
+
+    @property
+    def kinds(self) -> Set[tuple[Wanted, str]]:
+        """Return what is wanted of NICs, and for which boot, as far as any NIC is such a one."""
+        return self._kinds.keys()
 
     @property
     def groups(self) -> Mapping[str, int]:
@@ -73,6 +81,7 @@ class Members:
         self._taps[short_uid(nic.nic_id)] = nic.nic_id
         self._names.setdefault(nic.hostname, {})[nic.nic_id] = nic
         self._groups.update(set(nic.groups))
+        self._kinds[nic.wanted, nic.boot_id] += 1
         if nic.unswept:
             self._unswept[nic.nic_id] = None
 
@@ -84,9 +93,8 @@ class Members:
             return
         self._unswept.pop(nic_id, None)
         for group_id in set(nic.groups):
-            self._groups[group_id] -= 1
-            if not self._groups[group_id]:
-                del self._groups[group_id]
+            _count_down(self._groups, group_id)
+        _count_down(self._kinds, (nic.wanted, nic.boot_id))
         for address in nic.addresses:
             del self._owners[address]
         del self._macs[nic.mac], self._taps[short_uid(nic_id)]
@@ -94,3 +102,9 @@ class Members:
         del same[nic_id]
         if not same:
             del self._names[nic.hostname]
+
+
+def _count_down(counter: Counter[T], key: T) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

@@ -6,6 +6,7 @@ life. Errors name the field of the request.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 
@@ -147,7 +148,7 @@ class NicRows:
             return old.address6
         used = self._used(old, network.network_id)
         number = int(IPv4Address(address)) - int(_subnet(network.topology.subnet).network_address)
-        released = self._records.released6(network.network_id)
+        released = self._records.released(network.network_id)
         return addresses.allocate6(subnet, number, used, released)
 
     def _others_with(self, address: str, request: AttachVmNic) -> dict[str, str]:
@@ -160,12 +161,12 @@ class NicRows:
             if text in owners and owners[text] != request.nic_id
         }
 
-    def _used(self, old: Nic | None, network_id: str) -> set[str]:
+    def _used(self, old: Nic | None, network_id: str) -> tuple[Collection[str], Collection[str]]:
         """Return the addresses of either family that a NIC cannot be given."""
-        used = set(self._records.members(network_id).owners)
+        owners: Collection[str] = self._records.members(network_id).owners
         if old is not None:
-            used.difference_update(old.addresses)
-        return used.union(self._exposed(network_id))
+            owners = set(owners).difference(old.addresses)
+        return owners, self._exposed(network_id)
 
     def _exposed(self, network_id: str) -> dict[str, str]:
         """Return addresses that exposures of the network have, and whose they are."""

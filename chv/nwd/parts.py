@@ -52,8 +52,10 @@ class Parts:
 
     def nics_due(self, network_id: str) -> tuple[Nic, ...]:
         """Return the NICs that a network should have now: the same tuple until one changes."""
-        nics = self.records.members(network_id).all
-        return _DUE.get(network_id, (nics, self.boot_id), _due)
+        members = self.records.members(network_id)
+        if members.kinds == {(Wanted.PRESENT, self.boot_id)}:  # nearly always
+            return members.all
+        return _DUE.get(network_id, (members.all, self.boot_id), _due)
 
     def nic_due(self, nic_id: str) -> Nic | None:
         """Return a NIC that should exist now."""

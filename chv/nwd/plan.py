@@ -147,7 +147,8 @@ def plan_network(desired: DesiredNetwork, observed: ObservedNetwork) -> list[Ste
 def plan_nic(desired: DesiredNetwork, observed: ObservedNetwork, tap: str) -> list[Step]:
     """Return the steps that concern one NIC, in a network that is otherwise right."""
     seen = observed.links.get(tap)
-    wanted = next((link for link in desired.taps if link.name == tap), None)
+    # Mostly it is the last one of a thousand.
+    wanted = next((link for link in reversed(desired.taps) if link.name == tap), None)
     steps: list[Step] = []
     if seen is not None and (wanted is None or wanted.kind != seen.kind):
         steps.append(DeleteLink(Place.INNER, tap))

@@ -40,8 +40,13 @@ def policy_of(
         (row for row in records.exposures_of(network_id) if row.wanted is Wanted.PRESENT),
         key=lambda row: row.exposure.exposure_id,
     )
-    targets = _targets(rows, nics)
-    members = _MEMBERS.get(network_id, (tuple(nics),), _members_of)
+    known = records.members(network_id)
+    if nics is known.all:  # nearly always, and then nobody looks at a thousand
+        targets = _targets(rows, known.nics)
+        members: Set[str] = known.groups.keys()
+    else:
+        targets = _targets(rows, {nic.nic_id: nic for nic in nics})
+        members = _MEMBERS.get(network_id, (tuple(nics),), _members_of)
     return Policy(
         groups=groups_of(records.groups, members),
         exposures=[exposed(row, targets, uplinks) for row in rows],
@@ -49,10 +54,10 @@ def policy_of(
     )
 
 
-def _targets(rows: Sequence[ExposureRow], nics: Sequence[Nic]) -> dict[str, Nic]:
-    """Return the NICs that exposures name; without exposures nobody is looked at."""
+def _targets(rows: Sequence[ExposureRow], nics: Mapping[str, Nic]) -> dict[str, Nic]:
+    """Return the NICs that exposures name."""
     wanted = {uid for row in rows for uid in row.exposure.targets}
-    return {nic.nic_id: nic for nic in nics if nic.nic_id in wanted} if wanted else {}
+    return {uid: nics[uid] for uid in wanted if uid in nics}
 
 
 def nic_rules(layout: Layout, nic: Nic, connections_max: int = 0) -> NicRules:

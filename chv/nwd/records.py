@@ -8,7 +8,7 @@ NIC gets the one that has been free longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
@@ -233,13 +233,9 @@ class Records:
         rows = self.exposures.values()
         return [row for row in rows if row.exposure.network_id == network_id]
 
-    def released(self, network_id: str) -> tuple[str, ...]:
-        """Return IPv4 addresses that were used before, the longest free first."""
-        return tuple(each for each in self._released.get(network_id, ()) if ":" not in each)
-
-    def released6(self, network_id: str) -> tuple[str, ...]:
-        """Return IPv6 addresses that were used before, the longest free first."""
-        return tuple(each for each in self._released.get(network_id, ()) if ":" in each)
+    def released(self, network_id: str) -> Set[str]:
+        """Return addresses of either family that were used before, the longest free first."""
+        return self._released.get(network_id, {}).keys()
 
     async def put_network(self, row: Network) -> None:
         """Add or replace."""

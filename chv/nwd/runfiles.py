@@ -10,17 +10,28 @@ import contextlib
 import os
 import shutil
 import stat
+from itertools import count
 from pathlib import Path
+from uuid import UUID
 
 import msgspec
 
-from chv.common.files import ensure_dir, remove_temporaries, temporary_beside
+from chv.common.files import (
+    ensure_dir,
+    no_space_is_exhausted,
+    remove_temporaries,
+    temporary_beside,
+)
+from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.nwd import dnsmasq
 from chv.nwd.nft.ruleset import Applied
 
 RULES, TOLD = "rules.json", "told"
 _MODE, _DIRECTORY_MODE = 0o640, 0o750
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Names of halves: never those that a process before this one has left.
+_NUMBERS = count(UUID(Ids().uid()).int)
 _READ = (dnsmasq.HOSTS, dnsmasq.NAMES)
 # How the files of a network looked when they were written, and their digest.
 _WRITTEN: dict[Path, tuple[tuple[tuple[int, ...], ...], str]] = {}
@@ -59,10 +70,21 @@ def _is_right(directory: Path, gid: int) -> bool:
 
 def replace(path: Path, text: str, gid: int) -> os.stat_result:
     """Write a file at once; without a sync, for it does not outlive this boot anyway."""
-    with temporary_beside(path, mode=_MODE, uid=0, gid=gid) as (fd, temporary):
-        os.write(fd, text.encode())
-        temporary.replace(path)
-        return os.fstat(fd)
+    # Three or four of an attach: paths are plain texts here, and what was renamed is not removed.
+    temporary = f"{path.parent}/.chv-{next(_NUMBERS):032x}.tmp"
+    with no_space_is_exhausted(path):
+        fd = os.open(temporary, _NEW, _MODE)
+        try:
+            os.fchown(fd, 0, gid)
+            os.fchmod(fd, _MODE)
+            os.write(fd, text.encode())
+            os.rename(temporary, path)  # noqa: PTH104
+            return os.fstat(fd)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
 
 
 def read(path: Path) -> str:

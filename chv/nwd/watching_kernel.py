@@ -29,7 +29,14 @@ from chv.nwd import runfiles
 from chv.nwd.drift import Pace, Tidings, follow_name, judge
 from chv.nwd.host import Host
 from chv.nwd.kernel import link_events, links, netns, netns_events, nft_events
-from chv.nwd.kernel.link_events import AddressNews, ForwardingNews, LinkNews, News, RouteNews
+from chv.nwd.kernel.link_events import (
+    AddressNews,
+    ForwardingNews,
+    Heard,
+    LinkNews,
+    News,
+    RouteNews,
+)
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.parts import Parts
 from chv.nwd.records import Network
@@ -37,7 +44,7 @@ from chv.nwd.records import Network
 log = logs.get(__name__)
 HOST = ""  # the key of the host's own place
 LOOK_S_MAX = 1.0
-READ_AFTER_S = 0.02
+READ_AFTER_S = 0.05
 Converge = Callable[[str], Awaitable[None]]  # the caller holds the network's lock
 
 
@@ -49,6 +56,7 @@ class _Place:
     rules: socket.socket
     links: socket.socket
     names: dict[int, str]
+    heard: Heard = field(default_factory=Heard)
     broken: bool = False
 
     def close(self) -> None:
@@ -164,6 +172,8 @@ class KernelWatch:
         """Read what comes, and let networks be looked at."""
         await self.follow_host()
         async with anyio.create_task_group() as self._tasks:
+            for early in list(self._cases):
+                self._wake(early)  # what was told before this began
             while True:
                 await anyio.wait_readable(self._epoll)
                 for fd, _ in self._epoll.poll(0):
@@ -172,7 +182,7 @@ class KernelWatch:
                     key = self._by_fd.get(fd)
                     if key is not None:
                         self._read(key)
-                # One attach of ours is eight messages: a wake for each would hold it up.
+                # One attach of ours is a dozen messages: a wake for each would hold it up.
                 await anyio.sleep(READ_AFTER_S)
 
     def _read(self, key: str) -> None:
@@ -182,7 +192,7 @@ class KernelWatch:
             return
         try:
             generation, lost_rules = nft_events.receive(place.rules)
-            news, lost_links = link_events.receive(place.links)
+            lost_links = place.heard.receive(place.links)
         except OSError as error:
             log.warning("watch_broken", network_id=key, error=error)
             place.broken = True  # opened again by the next pass
@@ -191,7 +201,7 @@ class KernelWatch:
             self._case(key).told.lost = True
             self._wake(key)
             return
-        self._take(key, place, generation, news, lost=lost_rules or lost_links)
+        self._take(key, place, generation, lost=lost_rules or lost_links)
 
     def _read_names(self) -> None:
         """Take in which namespaces have lost their names; ours go after their records do."""
@@ -208,19 +218,16 @@ class KernelWatch:
                 self._case(network_id).told.gone = True
                 self._wake(network_id)
 
-    def _take(
-        self, key: str, place: _Place, generation: int, news: list[News], *, lost: bool
-    ) -> None:
+    def _take(self, key: str, place: _Place, generation: int, *, lost: bool) -> None:
         told = self._case(key).told
         told.generation = max(told.generation, generation)
         told.lost = told.lost or lost
         wake = bool(generation) or lost
-        for each in news:
-            if key == HOST:
+        if key != HOST:
+            wake = wake or bool(place.heard)  # taken apart when it is judged
+        else:
+            for each in place.heard.news():
                 wake = self._take_host(each, place.names) or wake
-            else:
-                told.take(each, place.names)
-                wake = True
         if wake:
             self._wake(key)
 
@@ -278,8 +285,10 @@ class KernelWatch:
     def _is_own_doing(self, network_id: str) -> bool:
         """Tell whether nothing was told but rules, and those no newer than what we loaded."""
         told, loaded = self._case(network_id).told, self._parts.loaded.get(network_id)
+        place = self._places.get(network_id)
         return (
             loaded is not None
+            and not (place is not None and place.heard)
             and told.generation <= loaded.applied.generation
             and told == Tidings(generation=told.generation)
         )
@@ -292,12 +301,12 @@ class KernelWatch:
             self._read(network_id)  # what we did ourselves has been told by now, all of it
             self._read(HOST)
             case = self._case(network_id)
-            told = case.gathered()
+            told = self._told(network_id, case)
             row = self._parts.records.networks.get(network_id)
             if row is None or not self._parts.is_due(row):
                 return
             desired = self._parts.blueprint(row).desired
-            generation = await anyio.to_thread.run_sync(self._generation, network_id)
+            generation = await self._generation(network_id)
             wrong = judge(desired, told, generation)
             if not wrong:
                 return
@@ -311,12 +320,21 @@ class KernelWatch:
         if case.repairs.is_fight(self._clock.monotonic()):
             log.warning("fought_over", network_id=key, why=self.fights(key))
 
-    def _generation(self, network_id: str) -> int:
-        """Return the generation of the rules that we loaded last. Blocks."""
+    def _told(self, network_id: str, case: _Case) -> Tidings:
+        """Return all that was told of a network, taken apart."""
+        place = self._places.get(network_id)
+        if place is not None:
+            for each in place.heard.news():
+                case.told.take(each, place.names)
+        return case.gathered()
+
+    async def _generation(self, network_id: str) -> int:
+        """Return the generation of the rules that we loaded last."""
         loaded = self._parts.loaded.get(network_id)
         if loaded is not None:
             return loaded.applied.generation
-        noted = runfiles.applied_rules(self._parts.layout.network_run(network_id))
+        directory = self._parts.layout.network_run(network_id)
+        noted = await anyio.to_thread.run_sync(runfiles.applied_rules, directory)
         return noted.generation if noted is not None else 0
 
     async def _look_at_host(self) -> None:

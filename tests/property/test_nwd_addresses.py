@@ -42,11 +42,11 @@ def test_an_address_has_one_owner_and_the_longest_free_is_given(choices: list[in
             continue
         if len(used) == CAPACITY:
             try:
-                allocate(SUBNET, GATEWAY, used, released)
+                allocate(SUBNET, GATEWAY, [used], released)
             except ResourceExhausted:
                 continue
             raise AssertionError("more addresses than there are")
-        address = allocate(SUBNET, GATEWAY, used, released)
+        address = allocate(SUBNET, GATEWAY, [used], released)
         assert address not in used
         assert IPv4Address(address) in SUBNET
         assert address != str(GATEWAY)

@@ -22,6 +22,7 @@ from chv.nwd.kernel.routes import Route
 BUFFER_BYTES = 1 << 16
 RECEIVE_BYTES = 1 << 20
 DRAINED_MAX = 4096  # messages a call: what is left is told of again
+HEARD_MAX = 8192
 _NEW_LINK, _DELETE_LINK, _NEW_ADDRESS, _DELETE_ADDRESS = 16, 17, 20, 21
 _NEW_ROUTE, _DELETE_ROUTE, _NEW_SETTINGS = 24, 25, 80
 _LINK, _ADDRESS4, _ROUTE4, _ADDRESS6, _ROUTE6, _SETTINGS4, _SETTINGS6 = 1, 5, 7, 9, 11, 24, 25
@@ -112,42 +113,58 @@ def _program() -> list[socket_filter.Instruction]:
     ]
 
 
-def receive(listener: socket.socket) -> tuple[list[News], bool]:
-    """Return what has come, and whether any was lost."""
-    messages: list[tuple[int, bytes]] = []
-    lost = False
-    for _ in range(DRAINED_MAX):
-        try:
-            data = listener.recv(BUFFER_BYTES)
-        except OSError as error:
-            if error.errno == errno.ENOBUFS:
-                lost = True
-                continue
-            if error.errno in (errno.EAGAIN, errno.EINTR):
-                break
-            raise
-        messages += _messages(data)
-    return list(_news(_last_words(messages))), lost
+class Heard:
+    """What has come and was not taken apart yet: of each link, and each port, the last message.
+
+    A new tap is told of a dozen times, mostly by our own doing: reading costs next to nothing, and
+    what each is now is found out once.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[object, tuple[int, bytes]] = {}
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        """Tell whether there is anything."""
+        return bool(self._latest)
+
+    def receive(self, listener: socket.socket) -> bool:
+        """Take in what has come; return whether any was lost."""
+        lost = False
+        for _ in range(DRAINED_MAX):
+            try:
+                data = listener.recv(BUFFER_BYTES)
+            except OSError as error:
+                if error.errno == errno.ENOBUFS:
+                    lost = True
+                    continue
+                if error.errno in (errno.EAGAIN, errno.EINTR):
+                    break
+                raise
+            self.add(data)
+        if len(self._latest) > HEARD_MAX:
+            self._latest.clear()
+            lost = True
+        return lost
+
+    def add(self, data: bytes) -> None:
+        """Take in a buffer."""
+        for kind, _, body in netlink.messages(data):
+            self._count += 1
+            is_link = kind in (_NEW_LINK, _DELETE_LINK) and len(body) >= _INFO.size
+            key: object = (body[0], body[_INDEX_AT]) if is_link else self._count
+            self._latest.pop(key, None)  # the last word comes last
+            self._latest[key] = kind, body
+
+    def news(self) -> list[News]:
+        """Return it, and begin anew; what nobody here asks for is left out."""
+        messages, self._latest = self._latest, {}
+        return list(_news(messages.values()))
 
 
 def parse(data: bytes) -> Iterator[News]:
     """Yield what a buffer tells of; what nobody here asks for is left out."""
-    return _news(_messages(data))
-
-
-def _messages(data: bytes) -> list[tuple[int, bytes]]:
-    return [(kind, body) for kind, _, body in netlink.messages(data)]
-
-
-def _last_words(messages: Iterable[tuple[int, bytes]]) -> Iterable[tuple[int, bytes]]:
-    """Leave of each link, and of each port, the last message: a new tap is told of six times."""
-    latest: dict[object, tuple[int, bytes]] = {}
-    for number, (kind, body) in enumerate(messages):
-        is_link = kind in (_NEW_LINK, _DELETE_LINK) and len(body) >= _INFO.size
-        key: object = (body[0], body[_INDEX_AT]) if is_link else number
-        latest.pop(key, None)
-        latest[key] = kind, body
-    return latest.values()
+    return _news([(kind, body) for kind, _, body in netlink.messages(data)])
 
 
 def _news(messages: Iterable[tuple[int, bytes]]) -> Iterator[News]:

@@ -153,6 +153,6 @@ def elements(nic: NicRules) -> dict[SetKey, frozenset[str]]:
     if six:
         found[PORT_ADDRESS6] = frozenset(text.tuple_of(tap, mac, each) for each in six)
         found[PORT_TARGET] = frozenset(
-            text.tuple_of(tap, f"{int(IPv6Address(each)):#034x}") for each in six
+            text.tuple_of(tap, text.address6_number(each)) for each in six
         )
     return found

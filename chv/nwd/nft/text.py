@@ -11,8 +11,8 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from ipaddress import collapse_addresses
+from functools import cached_property, lru_cache
+from ipaddress import IPv6Address, collapse_addresses
 from operator import attrgetter
 
 from chv.common.names import (
@@ -29,6 +29,7 @@ _PORT_MAX = 65535
 _NUMBER_MAX = 2**31 - 1
 _COMMENT = re.compile(r"^[a-z0-9:-]{1,120}\Z")
 _DIGEST_BITS = 128
+CHECKED_MAX = 1024
 DIGEST_CHARACTERS = 16
 # Elements of a set that packets fill. The kernel takes memory for all of them at once when it
 # has up to 65,535 (64 KiB for 4,096, a MiB for 65,535), and as they come when it has this many.
@@ -250,12 +251,17 @@ def mac(text: str) -> str:
 
 def address(text: str) -> str:
     """Return an IPv4 address."""
-    return str(_of_version(check_address(text), 4))
+    return _written(text, 4)
 
 
 def address6(text: str) -> str:
     """Return an IPv6 address."""
-    return str(_of_version(check_address(text), 6))
+    return _written(text, 6)
+
+
+def address6_number(text: str) -> str:
+    """Return an IPv6 address as a number of 128 bits."""
+    return f"{int(IPv6Address(address6(text))):#034x}"
 
 
 def subnet(text: str) -> str:
@@ -270,7 +276,20 @@ def subnet6(text: str) -> str:
 
 def is_v6(text: str) -> bool:
     """Tell the family of an address, checked."""
-    return check_address(text).version == 6
+    return _checked(text)[0] == 6
+
+
+def _written(text: str, version: int) -> str:
+    found, written = _checked(text)
+    if found != version:
+        raise ValueError(f"{written} is not of IPv{version}")
+    return written
+
+
+@lru_cache(CHECKED_MAX)  # the parts of one NIC ask for its addresses a dozen times
+def _checked(text: str) -> tuple[int, str]:
+    checked = check_address(text)
+    return checked.version, str(checked)
 
 
 def _of_version(checked: Address | Network, version: int) -> Address | Network:

@@ -25,28 +25,28 @@ UID = "0b7f7a4e-0000-4000-8000-000000000001"
 
 
 def test_addresses_come_lowest_first_and_the_longest_free_before_newer_ones() -> None:
-    assert allocate(SUBNET, GATEWAY, [], []) == "10.0.0.2"
-    assert allocate(SUBNET, GATEWAY, ["10.0.0.2"], ["10.0.0.3"]) == "10.0.0.4"
+    assert allocate(SUBNET, GATEWAY, [[]], []) == "10.0.0.2"
+    assert allocate(SUBNET, GATEWAY, [["10.0.0.2"]], ["10.0.0.3"]) == "10.0.0.4"
     used = ["10.0.0.2", "10.0.0.4", "10.0.0.5"]
-    assert allocate(SUBNET, GATEWAY, used, ["10.0.0.6", "10.0.0.3"]) == "10.0.0.6"
+    assert allocate(SUBNET, GATEWAY, [used], ["10.0.0.6", "10.0.0.3"]) == "10.0.0.6"
 
 
 def test_an_exhausted_subnet_says_how_many_there_are() -> None:
     used = [f"10.0.0.{n}" for n in range(2, 7)]
     with pytest.raises(ResourceExhausted, match="all 5 addresses"):
-        allocate(SUBNET, GATEWAY, used, [])
+        allocate(SUBNET, GATEWAY, [used], [])
 
 
 def test_a_released_address_of_an_earlier_subnet_is_not_given() -> None:
     used = [f"10.0.0.{n}" for n in range(2, 7)]
     with pytest.raises(ResourceExhausted):
-        allocate(SUBNET, GATEWAY, used, ["10.9.0.2"])
+        allocate(SUBNET, GATEWAY, [used], ["10.9.0.2"])
 
 
 def test_a_large_subnet_is_not_searched_through() -> None:
     huge = IPv4Network("10.0.0.0/8")
     used = [str(huge.network_address + n) for n in range(2, 200)]
-    assert allocate(huge, GATEWAY, used, []) == "10.0.0.200"
+    assert allocate(huge, GATEWAY, [used], []) == "10.0.0.200"
 
 
 def test_a_taken_address_names_its_owner() -> None:
@@ -94,19 +94,19 @@ SUBNET6 = IPv6Network("fd00:7::/112")
 
 
 def test_an_ipv6_address_has_the_number_of_the_ipv4_one_where_it_is_free() -> None:
-    assert allocate6(SUBNET6, 10, []) == "fd00:7::a"
-    assert allocate6(SUBNET6, 10, ["fd00:7::a"]) == "fd00:7::2"
-    assert allocate6(SUBNET6, 10, [], released=["fd00:7::a"]) == "fd00:7::2"
-    assert allocate6(SUBNET6, 1, []) == "fd00:7::2", "the first one is the gateway"
-    assert allocate6(SUBNET6, 1 << 20, ["fd00:7::2"]) == "fd00:7::3"
+    assert allocate6(SUBNET6, 10, [[]]) == "fd00:7::a"
+    assert allocate6(SUBNET6, 10, [["fd00:7::a"]]) == "fd00:7::2"
+    assert allocate6(SUBNET6, 10, [[]], released=["fd00:7::a"]) == "fd00:7::2"
+    assert allocate6(SUBNET6, 1, [[]]) == "fd00:7::2", "the first one is the gateway"
+    assert allocate6(SUBNET6, 1 << 20, [["fd00:7::2"]]) == "fd00:7::3"
 
 
 def test_an_ipv6_address_that_was_given_back_comes_last() -> None:
     used = [f"fd00:7::{number:x}" for number in range(2, 1 << 16)]
     free = used.pop(77)
-    assert allocate6(SUBNET6, 5, used, [free]) == free
+    assert allocate6(SUBNET6, 5, [used], [free]) == free
     with pytest.raises(ResourceExhausted, match="fd00:7::/112"):
-        allocate6(SUBNET6, 5, [*used, free])
+        allocate6(SUBNET6, 5, [[*used, free]])
 
 
 def test_an_ipv6_address_is_written_one_way() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from chv.common.clock import SystemClock
 from chv.nwd.host import Host
-from chv.nwd.kernel import link_events, netns, nft_events
+from chv.nwd.kernel import netns, nft_events
+from chv.nwd.kernel.link_events import Heard
 from chv.nwd.locks import NetworkLocks
 from chv.nwd.watching_kernel import KernelWatch
 from tests.helpers import wait_until
@@ -60,11 +61,11 @@ async def test_a_socket_that_breaks_leads_to_a_pass_and_is_opened_again(
 ) -> None:
     place = watched.watch._places[watched.uid]
 
-    def broken(_: socket.socket) -> tuple[list[link_events.News], bool]:
+    def broken(_: Heard, __: socket.socket) -> bool:
         raise OSError(9, "Bad file descriptor")
 
     with monkeypatch.context() as patched:
-        patched.setattr(link_events, "receive", broken)
+        patched.setattr(Heard, "receive", broken)
         watched.watch._read(watched.uid)
     assert place.broken
     await wait_until(lambda: watched.passes == [watched.uid], timeout_s=PATIENCE_S)
