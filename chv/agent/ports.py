@@ -204,6 +204,13 @@ class VmmPort(Protocol):
         """Let the guest agent thaw them and read back that they are. Thawed: no effect."""
         ...
 
+    async def unfiltered(self, vm: VmHandle, record: WorkerRecord) -> tuple[str, ...] | None:
+        """Return the VMM's threads without their seccomp filter; None where it has none at all.
+
+        NotFound where the process is gone.
+        """
+        ...
+
     async def signal(self, record: WorkerRecord, number: signal.Signals) -> None:
         """Signal exactly the recorded process. Gone: no effect."""
         ...

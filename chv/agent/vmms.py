@@ -279,6 +279,10 @@ class Vmms:
         """Look at the hint and at what the probes found."""
         return await self._probes.find_binary(driver, sha256, hint)
 
+    async def unfiltered(self, vm: VmHandle, record: WorkerRecord) -> tuple[str, ...] | None:
+        """Look at the VMM's threads."""
+        return await anyio.to_thread.run_sync(self._driver(vm).unfiltered, record.pid)
+
     async def ping_guest(self, vm: VmHandle) -> None:
         """Ask the guest agent whether it is there."""
         await self._driver(vm).ping_guest(self._layout.vmm(vm.uid))

@@ -372,6 +372,13 @@ class VmmDriver(Protocol):
         """Ask the guest agent whether file systems are frozen by it."""
         ...
 
+    def unfiltered(self, pid: int) -> tuple[str, ...] | None:
+        """Return the threads of a running VMM that no seccomp filter holds, though one should.
+
+        None where this VMM has no filters to speak of. NotFound where the process is gone.
+        """
+        ...
+
     def serial_socket(self, runtime_dir: Path) -> Path:
         """Return the Unix socket on which the VMM serves the serial console."""
         ...

@@ -24,7 +24,8 @@ from chv.common.errors import (
 from chv.common.ids import Ids
 from chv.common.process import landlock_abi, scan
 from chv.probe.command import INSTRUCTIONS
-from chv.vmm.cloud_hypervisor import api, journal, threads
+from chv.vmm import threads
+from chv.vmm.cloud_hypervisor import api, journal
 from chv.vmm.cloud_hypervisor.driver import CloudHypervisorDriver
 from chv.vmm.driver import ProbeGuest, VmmState
 from tests.cloud_hypervisor_rig import World, binary_of, open_world
@@ -140,7 +141,7 @@ async def test_its_process_is_found_by_its_worker_id_and_nothing_of_ours_is_in_i
 async def test_threads_are_filtered_and_the_vmm_has_confined_itself(world: World) -> None:
     vm = await world.vm()
     await vm.start()
-    assert threads.unfiltered(vm.pid) == ()
+    assert threads.unfiltered_by_name(vm.pid) == ()
     info = await vm.driver._machine(vm.dir).api.info()
     assert info.config["landlock_enable"] is (landlock_abi() >= 3)
 

@@ -47,6 +47,7 @@ def test_a_probe_boots_with_its_disk_and_gets_the_address_that_the_vm_is_shown_w
 ) -> None:
     status = running.node.status("p")
     assert status["vmm"]["name"] == running.vmm
+    wait_for(lambda: running.node.status("p")["vmm"].get("seccomp") == "filtered", 10, "filters")
     assert running.events(Lease)[-1].addr == status["interfaces"][0]["address"]
     sizes = {disk.sectors * 512 for disk in running.events(Disk)}
     assert 64 << 20 in sizes

@@ -506,6 +506,9 @@ class SimVmms:
 
         return str(await self._do("find_binary", look, False))
 
+    async def unfiltered(self, vm: VmHandle, record: WorkerRecord) -> tuple[str, ...] | None:
+        return None
+
     async def ping_guest(self, vm: VmHandle) -> None:
         await self._do("ping_guest", lambda: self._host.agent(vm.uid), False)
 

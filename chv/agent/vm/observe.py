@@ -22,7 +22,8 @@ from chv.agent.vm.model import (
     ObservedVolume,
     ObservedWorker,
 )
-from chv.common.errors import ChvError, DeadlineExceeded, OutcomeUnknown, Unavailable
+from chv.common import logs
+from chv.common.errors import ChvError, DeadlineExceeded, NotFound, OutcomeUnknown, Unavailable
 from chv.common.ids import short_uid
 from chv.common.process.records import AdoptVerdict, WorkerRecord
 from chv.common.wire.nwd import NicInfo
@@ -37,6 +38,7 @@ from chv.common.wire.stord import (
 )
 from chv.vmm.driver import HOT_PLUG, VmmObservation, VmmState
 
+log = logs.get(__name__)
 START_S = 60.0  # from spawn until the vCPUs run
 SILENT = (Unavailable, DeadlineExceeded, OutcomeUnknown)
 
@@ -50,6 +52,7 @@ class Memory:
     first_seen: dict[str, float] = field(default_factory=dict)  # worker id -> unbooted since
     recovery_failures: int = 0
     regrown: frozenset[str] = frozenset()  # operations that have had their disk unplugged
+    seccomp: tuple[str, str] = ("", "")  # worker id, and what was seen of its threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Sight:
     image: ImageStatus | None = None
     volumes: dict[str, VolumeInfo] = field(default_factory=dict)  # that it wants
     session: VmBackendInfo | None = None
+    seccomp: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,34 @@ async def observe(
         image=image,
         volumes=storage.volumes,
         session=storage.session,
+        seccomp=await _seccomp(context, stored, worker, process, memory),
     )
+
+
+async def _seccomp(
+    context: Context,
+    stored: StoredObject,
+    worker: ObservedWorker | None,
+    process: _Process | None,
+    memory: Memory,
+) -> str:
+    """Look once at the threads of each VMM, when its vCPUs run: before, they are not all there."""
+    if worker is None or process is None or process.record is None:
+        return ""
+    if memory.seccomp[0] == worker.worker_id:
+        return memory.seccomp[1]
+    if worker.state is not VmmState.RUNNING or not worker.booted:
+        return ""
+    try:
+        unfiltered = await context.world.vmm.unfiltered(handle_of(stored), process.record)
+    except (NotFound, *SILENT):
+        return ""  # the next pass sees what became of it
+    seen = "none" if unfiltered is None else "filtered"
+    if unfiltered:
+        seen = f"unfiltered: {', '.join(unfiltered)}"
+        log.warning("agent.vm.unfiltered", vm_id=stored.uid, threads=list(unfiltered))
+    memory.seccomp = (worker.worker_id, seen)
+    return seen
 
 
 async def judge(context: Context, row: WorkerRow) -> _Process:

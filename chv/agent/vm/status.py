@@ -312,6 +312,7 @@ def _vmm(picture: Picture) -> VmmStatus:
         started_at=_started_at(picture),
         cpus=row.config.cpus if row is not None else 0,
         memory=running_memory(row) if row is not None else "",
+        seccomp=picture.sight.seccomp,
     )
 
 

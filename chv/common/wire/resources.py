@@ -367,6 +367,7 @@ class VmmStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     started_at: str = ""
     cpus: int = 0  # of the running VMM, whatever the spec says by now
     memory: str = ""
+    seccomp: str = ""  # filtered | unfiltered: THREADS | none; empty: not looked at yet
 
 
 class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):

@@ -24,6 +24,7 @@ from chv.common.errors import (
     Unavailable,
 )
 from chv.common.process import landlock_abi
+from chv.vmm import threads
 from chv.vmm.cloud_hypervisor import backends, counting, devices, moving, probe, sizes, spec, taps
 from chv.vmm.cloud_hypervisor.machine import ENDED, Machine, require
 from chv.vmm.driver import (
@@ -352,6 +353,10 @@ class CloudHypervisorDriver(Limited):
         del runtime_dir
         await anyio.lowlevel.checkpoint()
         return False
+
+    def unfiltered(self, pid: int) -> tuple[str, ...] | None:
+        """Look at those threads that touch the guest or a client."""
+        return threads.unfiltered_by_name(pid)
 
     def serial_socket(self, runtime_dir: Path) -> Path:
         """Return the socket of the serial console; one viewer at a time."""

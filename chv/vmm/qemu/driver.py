@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from chv.common.errors import DeadlineExceeded, OutcomeUnknown
-from chv.vmm import spec
+from chv.vmm import spec, threads
 from chv.vmm.driver import (
     Counters,
     DiskConfig,
@@ -285,6 +285,10 @@ class QemuDriver(Limited):
     async def guest_frozen(self, runtime_dir: Path) -> bool:
         """Ask the guest agent for the state of the file systems."""
         return await guest_agent.frozen(spec.agent_socket(runtime_dir))
+
+    def unfiltered(self, pid: int) -> tuple[str, ...] | None:
+        """Look at every thread."""
+        return threads.unfiltered_of_all(pid)
 
     def serial_socket(self, runtime_dir: Path) -> Path:
         """Return the socket of the serial console."""

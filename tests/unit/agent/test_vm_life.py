@@ -21,7 +21,7 @@ from chv.common.wire import agent as api
 from chv.vmm.driver import VmmState
 from tests.sim.bench import Bench, bare, everything, image, open_bench, vm
 from tests.sim.virtual import simulated
-from tests.sim.vmms import SimGuests, SimProcess
+from tests.sim.vmms import SimGuests, SimProcess, SimVmms
 
 
 def state(process: SimProcess) -> VmmState:
@@ -645,3 +645,14 @@ async def test_a_vmm_whose_agent_died_before_it_was_given_its_vm_is_given_it_by_
         await anyio.sleep(60)
         assert bench.process("web") is process
         assert state(process) is VmmState.RUNNING
+
+
+@simulated
+async def test_threads_without_their_filter_are_told_of() -> None:
+    with patch.object(SimVmms, "unfiltered", AsyncMock(return_value=("vcpu0", "vmm"))) as asked:
+        async with open_bench() as bench:
+            await started(bench)
+            await anyio.sleep(60)
+            status = bench.get("VirtualMachine", "web").status
+            assert status.vmm.seccomp == "unfiltered: vcpu0, vmm"
+    assert asked.await_count == 1

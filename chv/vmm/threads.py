@@ -1,7 +1,8 @@
 """Whether the threads of a VMM are held by their seccomp filters, as the kernel shows it.
 
-The main thread has none in v53, so that "every thread" would be the wrong question: those that
-touch the guest or a client are looked at by name. Fails with NotFound where the process is gone.
+QEMU holds all of its threads. Cloud Hypervisor's main thread has no filter in v53, so that "every
+thread" would be the wrong question there: those that touch the guest or a client are looked at by
+name. Fails with NotFound where the process is gone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _MODE = re.compile(r"^Seccomp:\s*([0-9])$", re.MULTILINE)
 _FILTER = "2"
 
 
-def unfiltered(pid: int) -> tuple[str, ...]:
-    """Return the threads that have no filter, or that are not there though they should be."""
+def unfiltered_by_name(pid: int) -> tuple[str, ...]:
+    """Return Cloud Hypervisor's threads without a filter, or missing though they should be."""
     modes = _modes(pid)
     wanted = {*ALWAYS, *filter(_VCPU.fullmatch, modes)}
     return tuple(sorted(name for name in wanted if modes.get(name) != _FILTER))
@@ -32,6 +33,11 @@ def serves_serial(pid: int) -> bool:
     In v53 it ends for good, until the VM is reset, when a viewer closes with bytes unread.
     """
     return SERIAL in _modes(pid)
+
+
+def unfiltered_of_all(pid: int) -> tuple[str, ...]:
+    """Return the threads of a VMM all of whose threads are to be held that are not."""
+    return tuple(sorted(name for name, mode in _modes(pid).items() if mode != _FILTER))
 
 
 def _modes(pid: int) -> dict[str, str]:
