@@ -33,6 +33,7 @@ class Limited:
     def unfiltered(self, pid: int) -> tuple[str, ...] | None:
         """It has no filters to speak of."""
         del pid
+        return None
 
     async def create(
         self, runtime_dir: Path, config: VmmConfig, nic_fds: Mapping[str, Sequence[int]]

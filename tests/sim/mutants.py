@@ -13,7 +13,7 @@ from unittest.mock import patch
 from chv.agent import admission, cascade, recovery, tables
 from chv.agent.ledger import Ledger
 from chv.agent.network.policy import PolicyReconciler
-from chv.agent.records import Change, Record
+from chv.agent.records import Change
 from chv.agent.simple import SimpleReconciler
 from chv.agent.snapshot.reconciler import SnapshotReconciler
 from chv.agent.vm import apply, ending, freeze, model, observe, plan, plugging, reconciler
@@ -160,7 +160,7 @@ def never_read_again_after_a_lost_reply() -> Iterator[None]:
 def no_operation_ends_with_a_delete() -> Iterator[None]:
     """The object goes, its operation stays under way."""
 
-    def removal(context: Any, stored: Any) -> list[Record]:
+    def removal(context: Any, stored: Any) -> list[Any]:
         return [change for change in real(context, stored) if "Operation" not in str(type(change))]
 
     real = cascade._removal

@@ -41,8 +41,8 @@ KINDS = ("kill_after", "kill_before", "fail_before", "fail_after")
 class Life:
     """The scripted life; what is done is remembered over the lives of agents."""
 
-    stages = STAGES
-    deleted = DELETED
+    stages: tuple[str, ...] = STAGES
+    deleted: tuple[tuple[str, str], ...] = DELETED
 
     def __init__(self, plan: dict[int, str]) -> None:
         self.machine = Machine(1, Chaos(random.Random(1), plan=plan))
