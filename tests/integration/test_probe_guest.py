@@ -28,8 +28,10 @@ from chv.probe.events import (
     Beat,
     Boot,
     Button,
+    ButtonSet,
     Done,
     End,
+    EndFailed,
     Fault,
     InputRefused,
     Pong,
@@ -133,6 +135,37 @@ async def test_the_power_button_may_be_ignored(boot: Booter) -> None:
     await machine.serial.wait(Button)
     seen = len(machine.serial.all(Beat))
     await machine.serial.wait(Beat, seen + 3)
+
+
+async def test_what_the_button_does_can_be_changed_while_it_runs(boot: Booter) -> None:
+    machine = await boot(ProbeCommand(beat_ms=50))
+    await machine.serial.wait(Ready)
+    machine.serial.type("\0button=nonsense \0button=stay")
+    assert (await machine.serial.wait(ButtonSet)).how == "stay"
+    assert (await machine.serial.wait(InputRefused)).text == "button=nonsense"
+    press(machine)
+    await machine.serial.wait(Button)
+    await machine.serial.wait(Beat, len(machine.serial.all(Beat)) + 3)
+    machine.serial.type("button=off")
+    await machine.serial.wait(ButtonSet, 2)
+    press(machine)
+    assert await machine.exit() == 0
+
+
+async def test_a_panic_without_a_device_to_tell_it_to_has_failed(boot: Booter) -> None:
+    machine = await boot(ProbeCommand())
+    await machine.serial.wait(Ready)
+    machine.serial.type("panic")
+    assert (await machine.serial.wait(EndFailed)).how == "panic"
+
+
+async def test_a_panic_is_told_to_qemus_device(stack: ExitStack, tmp_path: Path) -> None:
+    more = ("-device", "pvpanic", "-action", "panic=exit-failure")
+    machine = await rig.qemu(stack, tmp_path, ProbeCommand(), *more)
+    await machine.serial.wait(Ready)
+    machine.serial.type("panic")
+    assert await machine.exit() != 0
+    assert (await machine.serial.wait(End)).how == "panic"
 
 
 async def test_a_guest_that_halts_says_nothing_more(boot: Booter) -> None:

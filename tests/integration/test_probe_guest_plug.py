@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from chv.probe.device_events import Device, DeviceGone, DiskDone, Lease, Nic
-from chv.probe.events import CpuAdded, CpuRemoved, Cpus, Machine, MemoryAdded, Ready
+from chv.probe.device_events import Clings, Device, DeviceGone, Disk, DiskDone, Lease, Nic
+from chv.probe.events import Beat, CpuAdded, CpuRemoved, Cpus, Machine, MemoryAdded, Ready
 from chv.probe.image import DiskPlan, ProbeCommand
 from tests import probe_network
 from tests import probe_rig as rig
@@ -45,6 +45,47 @@ async def test_a_disk_comes_and_goes_on_cloud_hypervisor(
         assert [device for device in machine.serial.all(Device) if device.hot]
         machine.put("vm.remove-device", {"id": "hot"})
         assert (await machine.serial.wait(DeviceGone, turn)).how == "requested"
+
+
+async def test_a_disk_that_is_clung_to_goes_later_on_cloud_hypervisor(
+    stack: ExitStack, tmp_path: Path, image: Path
+) -> None:
+    machine = await rig.cloud_hypervisor(stack, tmp_path, ProbeCommand(beat_ms=50))
+    await machine.serial.wait(Ready)
+    machine.put("vm.add-disk", {"path": str(image), "id": "hot", "image_type": "Raw"})
+    await machine.serial.wait(Disk)
+    await holds_on(machine)
+    machine.put("vm.remove-device", {"id": "hot"})
+    await lets_go_when_told(machine)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["acpi", "native"])
+async def test_a_disk_that_is_clung_to_goes_later_on_qemu(
+    stack: ExitStack, tmp_path: Path, image: Path, native: bool
+) -> None:
+    switch = f"ICH9-LPC.acpi-pci-hotplug-with-bridge-support={'off' if native else 'on'}"
+    command = ProbeCommand(beat_ms=50)
+    machine = await rig.qemu(stack, tmp_path, command, "-global", switch)
+    await machine.serial.wait(Ready)
+    machine.plug_disk("hot", image, port=1)
+    await machine.serial.wait(Disk)
+    await holds_on(machine)
+    machine.unplug("hot")
+    await lets_go_when_told(machine)
+    await wait_until(lambda: plugged(machine, "hot") is False, what="the slot is empty")
+
+
+async def holds_on(machine: rig.Machine) -> None:
+    machine.serial.type("cling")
+    assert (await machine.serial.wait(Clings)).devices
+
+
+async def lets_go_when_told(machine: rig.Machine) -> None:
+    """Ten beats are long for a guest that looks ten times a second."""
+    await machine.serial.wait(Beat, len(machine.serial.all(Beat)) + 10)
+    assert not machine.serial.all(DeviceGone)
+    machine.serial.type("let_go")
+    await machine.serial.wait(DeviceGone)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["acpi", "native"])
