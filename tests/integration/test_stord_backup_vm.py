@@ -134,7 +134,7 @@ class Machine:
             async def is_open(new: str = new) -> bool:
                 return (await self.node.get(new)).state == "open"
 
-            await wait_until(is_open)
+            await wait_until(is_open, timeout_s=30)
             info = await self.node.attach(new, vm, slot=7)
             found.append(await anyio.to_thread.run_sync(content, info.export_path))
             await self.node.detach(new, vm)
@@ -184,11 +184,11 @@ async def test_a_backup_that_is_cancelled_leaves_nothing_of_any_disk(node: Node)
                 shown = await client.call(wire.GET_JOB, wire.JobRef(job_id=job.job_id))
             return shown.total_bytes == 3 * SIZE
 
-        await wait_until(copies)
+        await wait_until(copies, timeout_s=30)
         async with node.client() as client:
             await client.call(wire.CANCEL_JOB, wire.JobRef(job_id=job.job_id))
         assert (await node.job(job.job_id)).state is wire.JobState.CANCELLED
-        await wait_until(lambda: machine.leftovers() == [])
+        await wait_until(lambda: machine.leftovers() == [], timeout_s=30)
     assert machine.listed() == [0, 0, 0]
     await machine.back_up()
 
@@ -201,7 +201,7 @@ async def test_where_one_cannot_be_listed_none_is(node: Node) -> None:
     ended = await node.job((await machine.begin(incremental=True)).job_id)
     assert ended.state is wire.JobState.FAILED
     assert machine.listed() == [1, 1, 1]
-    await wait_until(lambda: machine.leftovers() == [])
+    await wait_until(lambda: machine.leftovers() == [], timeout_s=30)
     await machine.back_up(incremental=True)
     assert machine.listed() == [2, 2, 2]
 
@@ -211,7 +211,7 @@ async def test_disks_of_a_vm_that_does_not_run_are_backed_up_and_no_vm_takes_the
 ) -> None:
     machine = await Machine(node).attached()
     await machine.detach()
-    job = await machine.begin(bps_max=3 * BLOCK)
+    job = await machine.begin(bps_max=18 * MIB)
     for volume in machine.volumes:
         with pytest.raises(ChvError, match=job.job_id):
             await node.attach(volume, machine.vm)
