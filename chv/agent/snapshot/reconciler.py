@@ -23,6 +23,14 @@ from chv.agent.records import (
 )
 from chv.agent.references import referrers
 from chv.agent.simple import SimpleReconciler
+from chv.agent.snapshot.facts import (
+    Seen,
+    Volumes,
+    holder_of,
+    phase_of,
+    snapshot_facts,
+    snapshot_of,
+)
 from chv.agent.snapshot.guest import quiet
 from chv.agent.tables import Tables
 from chv.agent.volume.jobs import POLL_S, cancel_job, find_job, progress_of
@@ -47,7 +55,6 @@ from chv.common.wire.resources import (
     Condition,
     SnapshotPartStatus,
     VirtualMachine,
-    VolumeSnapshot,
     VolumeSnapshotStatus,
 )
 
@@ -118,7 +125,7 @@ class SnapshotReconciler(SimpleReconciler):
 
     async def _found(self, stored: StoredObject) -> Outcome:
         """It was taken, as far as one can see; whether of a still guest cannot be seen."""
-        if _snapshot(stored).spec.freeze:
+        if snapshot_of(stored).spec.freeze:
             message = "it was taken, but perhaps not while the guest was frozen"
             await self._fail(OutcomeUnknown(message))
         else:
@@ -134,7 +141,7 @@ class SnapshotReconciler(SimpleReconciler):
                 return Again()
             await self._create(stored, parts, volumes)
         except MAY_PASS as error:
-            if self._sent and _snapshot(stored).spec.freeze and isinstance(error, UNSURE):
+            if self._sent and snapshot_of(stored).spec.freeze and isinstance(error, UNSURE):
                 await self._fail(error)  # a later try could find what was taken unfrozen
                 return Again()
             await self.wait(f"tries again: {error.message}")
@@ -160,7 +167,7 @@ class SnapshotReconciler(SimpleReconciler):
 
     def _choose(self, stored: StoredObject) -> tuple[SnapshotPart, ...]:
         """Return the volumes that are frozen together: decided once, but for what the VM has."""
-        snapshot, tables = _snapshot(stored), self._context.ledger.tables
+        snapshot, tables = snapshot_of(stored), self._context.ledger.tables
         before = snapshot_facts(stored).parts
         if before and not snapshot.spec.virtual_machine:
             return before
@@ -191,7 +198,7 @@ class SnapshotReconciler(SimpleReconciler):
         volumes: dict[str, stord.VolumeInfo],
     ) -> None:
         vm_uid = holder_of(parts, volumes)
-        freeze = _snapshot(stored).spec.freeze
+        freeze = snapshot_of(stored).spec.freeze
 
         async def act(operation_id: str) -> None:
             request = stord.CreateSnapshot(
@@ -342,7 +349,7 @@ class SnapshotReconciler(SimpleReconciler):
 
     async def show_error(self, stored: StoredObject, ready: Condition, *, permanent: bool) -> None:
         """Publish a status that shows the error."""
-        before = _snapshot(stored).status or VolumeSnapshotStatus()
+        before = snapshot_of(stored).status or VolumeSnapshotStatus()
         phase = "Failed" if permanent else before.phase
         await self._publish(stored, _replace(before, phase=phase), ready)
 
@@ -360,7 +367,7 @@ class SnapshotReconciler(SimpleReconciler):
             for _, part in sorted(seen.values(), key=lambda each: each[0].volume_id)
         ]
         status = VolumeSnapshotStatus(
-            phase=_phase(stored, facts),
+            phase=phase_of(stored, facts),
             created_at=min((part.created_at for _, part in seen.values()), default=""),
             consistency=facts.consistency or ("Crash" if facts.taken else ""),
             volumes=shown,
@@ -372,45 +379,8 @@ class SnapshotReconciler(SimpleReconciler):
         self, stored: StoredObject, status: VolumeSnapshotStatus, ready: Condition
     ) -> None:
         generation = stored.resource.metadata.generation
-        before = _snapshot(stored).status
+        before = snapshot_of(stored).status
         earlier = before.conditions if before is not None else []
         conditions = merge(earlier, [ready], generation, self._context.now())
         shown = _replace(status, observed_generation=generation, conditions=conditions)
         await self._context.publish(stored, shown)
-
-
-Volumes = dict[str, stord.VolumeInfo]
-Seen = dict[str, tuple[stord.VolumeInfo, stord.SnapshotInfo]]  # by volume id
-
-
-def _snapshot(stored: StoredObject) -> VolumeSnapshot:
-    assert isinstance(stored.resource, VolumeSnapshot)
-    return stored.resource
-
-
-def snapshot_facts(stored: StoredObject) -> SnapshotFacts:
-    """Return what became of it so far."""
-    return stored.snapshot_facts or SnapshotFacts()
-
-
-def _phase(stored: StoredObject, facts: SnapshotFacts) -> str:
-    if stored.deleting:
-        return "Deleting"
-    if facts.failed:
-        return "Failed"
-    return "Ready" if facts.taken else "Pending"
-
-
-def holder_of(parts: tuple[SnapshotPart, ...], volumes: dict[str, stord.VolumeInfo]) -> str:
-    """Return the VM that all volumes are attached to, '' where none is attached to any."""
-    holders = set()
-    for part in parts:
-        volume = volumes.get(part.volume_uid)
-        if volume is None or volume.state != "open":
-            raise Unavailable(f"volume {part.volume} is not ready")
-        if volume.job:
-            raise Conflict(f"a job is under way on volume {part.volume}")
-        holders.add(volume.attached_to)
-    if len(holders) > 1:
-        raise Conflict("its volumes are being attached or detached")
-    return holders.pop()

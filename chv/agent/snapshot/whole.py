@@ -26,13 +26,8 @@ from chv.agent.records import (
     StoredObject,
 )
 from chv.agent.snapshot import saving
-from chv.agent.snapshot.reconciler import (
-    Seen,
-    SnapshotReconciler,
-    Volumes,
-    holder_of,
-    snapshot_facts,
-)
+from chv.agent.snapshot.facts import Seen, Volumes, holder_of, snapshot_facts
+from chv.agent.snapshot.reconciler import SnapshotReconciler
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import facts_of, handle_of
 from chv.agent.volume.jobs import POLL_S

@@ -35,16 +35,7 @@ from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.nics import attach_request, hostname_of
 from chv.agent.vm.observe import Memory, Sight, observe
 from chv.agent.vm.restarting import restart_storage
-from chv.common.errors import (
-    ChvError,
-    Conflict,
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    NotFound,
-    OutcomeUnknown,
-    Unavailable,
-)
+from chv.common.errors import Conflict, FailedPrecondition, NotFound
 from chv.common.failpoint import failpoint
 from chv.common.quantity import parse_duration_s
 from chv.common.wire import nwd, stord
@@ -53,7 +44,6 @@ from chv.common.wire.resources import CloudInitSpec, VirtualMachine
 STEP_S = 90.0  # no single effect but the stop ladder may take longer
 RESTORE_S = 600.0  # memory is read from the disk
 AWAIT_DISKS_S = 20.0
-RETRIED = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict)
 
 _replace = msgspec.structs.replace
 
@@ -140,7 +130,7 @@ class Applier:
         port, vm = self._context.world.vmm, self._handle
         match step:
             case steps.CreateStep():
-                await self._create(vm)
+                await restoring.create(self._context, vm, self._row)
             case steps.AttachConsoleStep():
                 await port.attach_console(vm)
             case steps.BootStep():
@@ -299,7 +289,8 @@ class Applier:
     async def _spawn(self) -> None:
         """Record the intent, start the process, record it. In this order, whatever happens."""
         with anyio.fail_after(STEP_S):
-            row = await self._intend(await self._handed_over())
+            lent = await restoring.hand_over(self._context, self._handle, self._desired.restore)
+            row = await self._intend(lent)
         request = SpawnRequest(vm=self._handle, config=row.config)
         await failpoint("agent.vm.spawn_process.before")
         # Not to be cut short: a process that appears after `find` denied it would be a second one.
@@ -309,36 +300,6 @@ class Applier:
         await failpoint("agent.vm.spawn_record.before")
         await self._put_worker(record=record)
         await failpoint("agent.vm.spawn_record.after")
-
-    async def _handed_over(self) -> tuple[str, str]:
-        """Return the binary and the directory of a snapshot that is to be started from."""
-        if not self._desired.restore:
-            return "", ""
-        uid, saves = self._desired.restore, self._context.world.saves
-        failure: ChvError | None = None
-        try:
-            binary = await restoring.require_restorable(self._context, self._stored, uid)
-            await self._put_facts(lent=uid)
-            return binary, await saves.hand_over(self._handle, uid)
-        except (FailedPrecondition, NotFound, DataLoss) as error:
-            failure = error
-        await restoring.give_up(self._context, self._uid, failure)
-        raise Conflict("the restore was given up", resource=self._uid)
-
-    async def _create(self, vm: VmHandle) -> None:
-        """Make the VM; a snapshot that the VMM refuses is not offered to it again."""
-        row, refusal = self._row, ""
-        try:
-            await self._context.world.vmm.create(vm, row.config)
-        except RETRIED:
-            raise
-        except ChvError as error:
-            if not row.config.restore_dir:
-                raise
-            refusal = str(error)
-        if refusal:
-            await self._put_worker(ending=Ending(kind=EndKind.RESTORE_FAILED, reason=refusal))
-            raise Conflict("the VMM did not take the snapshot", resource=self._uid)
 
     async def _intend(self, handed_over: tuple[str, str]) -> WorkerRow:
         """Store the spawn intent, unless anything is not as it was when the start was planned."""

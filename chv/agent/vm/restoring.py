@@ -10,8 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from chv.agent.context import Context
+from chv.agent.ports import VmHandle
 from chv.agent.records import (
     Change,
+    Ending,
+    EndKind,
     PutFacts,
     PutWorker,
     RestoreRequest,
@@ -23,7 +26,16 @@ from chv.agent.records import (
 from chv.agent.tables import Tables
 from chv.agent.vm.config import served_disks
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, vm_of
-from chv.common.errors import ChvError, Conflict, FailedPrecondition, NotFound, Unavailable
+from chv.common.errors import (
+    ChvError,
+    Conflict,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    OutcomeUnknown,
+    Unavailable,
+)
 from chv.common.failpoint import failpoint
 from chv.common.wire import stord
 from chv.common.wire.agent import OperationState
@@ -33,6 +45,8 @@ FAILPOINTS = tuple(
     f"agent.vm_restore.{name}"
     for name in ("disks", "disk_done", "withdrawn", "resuming", "resumed")
 )
+
+RETRIED = (Unavailable, DeadlineExceeded, OutcomeUnknown, Conflict)
 
 _replace = msgspec.structs.replace
 
@@ -215,6 +229,47 @@ async def give_up(context: Context, vm_uid: str, error: ChvError) -> None:
 
 
 # --- memory
+
+
+async def hand_over(context: Context, vm: VmHandle, snapshot_uid: str) -> tuple[str, str]:
+    """Return the binary and the directory to start from; both empty where it is a plain start."""
+    if not snapshot_uid:
+        return "", ""
+    failure: ChvError | None = None
+    try:
+        binary = await require_restorable(context, _vm(context, vm.uid), snapshot_uid)
+        await _lend(context, vm.uid, snapshot_uid)
+        return binary, await context.world.saves.hand_over(vm, snapshot_uid)
+    except (FailedPrecondition, NotFound, DataLoss) as error:
+        failure = error
+    await give_up(context, vm.uid, failure)
+    raise Conflict("the restore was given up", resource=vm.uid)
+
+
+async def _lend(context: Context, vm_uid: str, snapshot_uid: str) -> None:
+    """Record it first: whoever finds it there takes the files back."""
+    async with context.ledger.writing():
+        facts = _replace(facts_of(_vm(context, vm_uid)), lent=snapshot_uid)
+        await context.ledger.commit_held(PutFacts(uid=vm_uid, facts=facts))
+
+
+async def create(context: Context, vm: VmHandle, row: WorkerRow) -> None:
+    """Make the VM in its VMM; a snapshot that the VMM refuses is not offered to it again."""
+    refusal = ""
+    try:
+        await context.world.vmm.create(vm, row.config)
+    except RETRIED:
+        raise
+    except ChvError as error:
+        if not row.config.restore_dir:
+            raise
+        refusal = str(error)
+    if refusal:
+        async with context.ledger.writing() as tables:
+            now = tables.workers.get(vm.uid, row)
+            ending = Ending(kind=EndKind.RESTORE_FAILED, reason=refusal)
+            await context.ledger.commit_held(PutWorker(row=_replace(now, ending=ending)))
+        raise Conflict("the VMM did not take the snapshot", resource=vm.uid)
 
 
 def restored_config(fresh: VmmConfig, saved: SavedVm, binary: str, directory: str) -> VmmConfig:
