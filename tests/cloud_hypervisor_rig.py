@@ -37,11 +37,11 @@ STOCK, TOLERANT = "CHV_CLOUD_HYPERVISOR", "CHV_CLOUD_HYPERVISOR_TOLERANT"
 
 def binary_of(variable: str = STOCK) -> str:
     """Return the binary a developer named, or PATH's; skip where there is none."""
-    found = os.environ.get(variable, "")
-    if not found and variable == STOCK:
+    found, is_stock = os.environ.get(variable, ""), variable == STOCK
+    if not found and is_stock:
         found = shutil.which("cloud-hypervisor") or ""
     if not found:
-        pytest.skip(f"no Cloud Hypervisor: {variable} names none and PATH is not enough")
+        pytest.skip(f"no Cloud Hypervisor: {variable} names none" + ", nor is one in PATH" * is_stock)
     if os.geteuid() != 0:
         pytest.skip("needs root: VMMs run under uids of their own")
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):

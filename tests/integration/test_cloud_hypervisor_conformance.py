@@ -740,11 +740,11 @@ def test_a_new_viewer_takes_the_old_ones_place_and_is_told_what_nobody_has_had(v
             assert b'token="1"' not in new.wait(b'pong token="2"')
 
 
-def test_a_viewer_that_leaves_types_a_nul(vmm: Vmm) -> None:
-    vmm.start()
+def test_a_viewer_that_leaves_types_nothing_that_a_guest_takes_for_a_word(vmm: Vmm) -> None:
+    vmm.start()  # whose viewer has left a NUL
     with vmm.viewer() as viewer:
-        viewer.channel.sendall(b"ping=1\nping=2\n")  # after the one that `start` has left
-        assert b'token="1"' not in viewer.wait(b'pong token="2"')
+        viewer.channel.sendall(b"ping=1\n")
+        viewer.wait(b'pong token="1"')
 
 
 def test_a_viewer_that_leaves_without_having_read_all_ends_the_serial_thread(vmm: Vmm) -> None:
