@@ -118,7 +118,14 @@ def _long_paths(area: str) -> list[str]:
         "agent": ["tests/sim", "tests/crash/test_agent_*.py", "tests/integration/test_node_*.py"],
         "storage": ["tests/unit/stord", "tests/*/test_stord_*.py"],
         "network": ["tests/unit/nwd", "tests/*/test_nwd_*.py"],
-        "vmm": ["tests/unit/vmm", "tests/integration/test_vmm_*.py"],
+        "vmm": [
+            "tests/unit/vmm",
+            "tests/integration/test_vmm_*.py",
+            "tests/integration/test_cloud_hypervisor_*.py",
+            "tests/integration/test_probe_guest*.py",
+            "tests/integration/test_node_probe*.py",
+            "tests/crash/test_agent_crash_[cq]*.py",
+        ],
         "rpc": ["tests/unit/common/rpc", "tests/integration/test_rpc_*.py"],
     }
     if area not in patterns:

@@ -1,4 +1,4 @@
-"""A node with the fake VMM for benchmarks: real daemons, real storage, real network, no guest."""
+"""Nodes for benchmarks, with real daemons, storage and network: no guests, or the probe."""
 
 from __future__ import annotations
 
@@ -26,10 +26,24 @@ async def start(node: devnode.DevNode) -> None:
 
 @contextmanager
 def fake_node() -> Iterator[devnode.DevNode]:
+    """A running node whose VMM is the fake one."""
+    with _node(CHV_VMM="fake") as node:
+        yield node
+
+
+@contextmanager
+def real_node() -> Iterator[devnode.DevNode]:
+    """A running node with the VMMs that this machine has."""
+    with _node() as node:
+        yield node
+
+
+@contextmanager
+def _node(**environment: str) -> Iterator[devnode.DevNode]:
     """A running node in a sandbox of its own; removed with all that is on it."""
     directory = Path(tempfile.mkdtemp(prefix="chv-bench-"))
-    before = os.environ.get("CHV_VMM")
-    os.environ["CHV_VMM"] = "fake"
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     node = devnode.make(directory, sandboxed=True)
     try:
         anyio.run(start, node)
@@ -40,7 +54,8 @@ def fake_node() -> Iterator[devnode.DevNode]:
         anyio.run(devnode.stop, node)
         anyio.run(devnode.remove, node)
         shutil.rmtree(directory, ignore_errors=True)
-        if before is None:
-            del os.environ["CHV_VMM"]
-        else:
-            os.environ["CHV_VMM"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
