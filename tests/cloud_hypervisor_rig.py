@@ -41,7 +41,8 @@ def binary_of(variable: str = STOCK) -> str:
     if not found and is_stock:
         found = shutil.which("cloud-hypervisor") or ""
     if not found:
-        pytest.skip(f"no Cloud Hypervisor: {variable} names none" + ", nor is one in PATH" * is_stock)
+        elsewhere = ", nor is one in PATH" if is_stock else ""
+        pytest.skip(f"no Cloud Hypervisor: {variable} names none{elsewhere}")
     if os.geteuid() != 0:
         pytest.skip("needs root: VMMs run under uids of their own")
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
