@@ -31,6 +31,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
+        self.has_left = False  # the peer
         self._sock = sock
         self._reader = Reader()
         self._output: list[tuple[bytes, tuple[int, ...]]] = []
@@ -63,9 +64,11 @@ class Channel:
             except BlockingIOError:
                 return None
             except OSError as error:
+                self.has_left = True
                 raise Left(str(error.strerror)) from error
             message = self._reader.feed(data, _descriptors(ancillary))
             if not data:
+                self.has_left = True
                 raise Left("closed")
             if message is not None:
                 self._half_since = None
@@ -105,6 +108,7 @@ class Channel:
             except BlockingIOError:
                 return
             except OSError as error:
+                self.has_left = True
                 raise Left(str(error.strerror)) from error
             close_all(fds)  # they went with the first byte
             self._output[0] = (data[sent:], ())

@@ -4,7 +4,8 @@ A VMM is accepted only when the storage daemon has *answered* on a fresh connect
 connect may land with a process that is just dying, and a VMM whose handshake breaks gives its
 disk up. Until then it waits in the backlog of the listener, which stays. When one side drops,
 both are dropped: the VMM reconnects and hands its requests in flight to the next storage daemon.
-The proxy never answers for the storage daemon. It ends only by a signal.
+A VMM none of whose rings run is kept instead and introduced to the next one (`prelude`). The
+proxy never answers for the storage daemon. It ends only by a signal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 
 from chv.stord.proxy.channel import HALF_MESSAGE_S_MAX, Channel, Left, close_all
 from chv.stord.proxy.message import GET_FEATURES, Malformed, Message
+from chv.stord.proxy.prelude import Prelude
 from chv.stord.proxy.rewrite import Rewriter, WriteCache
 
 ANSWER_S_MAX = 5.0
@@ -48,7 +50,7 @@ class Proxy:
         try:
             vmm = self._accept(backend)
             self._say("connected")
-            Session(vmm, backend, self._cache).carry()
+            self._serve(Session(vmm, backend, self._cache))
         except (Left, Malformed) as error:
             self._say(f"{'session ended' if vmm else 'storage daemon left'}: {error}")
         finally:
@@ -56,13 +58,29 @@ class Proxy:
                 vmm.close()
             backend.close()
 
-    def _find_backend(self) -> Channel:
-        """Return a connection on which the storage daemon has answered."""
+    def _serve(self, session: Session) -> None:
+        """Carry messages, past the ends of storage daemons while there is no ring that runs."""
+        try:
+            while True:
+                try:
+                    session.carry()
+                except Left:
+                    if not session.outlives_its_backend:
+                        raise
+                session.resume(self._find_backend(session.vmm))
+                self._say("kept, at the next storage daemon")
+        finally:
+            session.backend.close()
+
+    def _find_backend(self, vmm: Channel | None = None) -> Channel:
+        """Return a connection on which the storage daemon has answered; Left when `vmm` leaves."""
         pause_s = RETRY_S_MIN
         while True:
             channel = _dial(self._backend_path)
             if channel is not None:
                 return channel
+            if vmm is not None and _has_left(vmm):
+                raise Left("closed, between two storage daemons")
             time.sleep(pause_s)
             pause_s = min(pause_s * RETRY_GROWTH, RETRY_S_MAX)
 
@@ -107,6 +125,12 @@ def _dial(path: str) -> Channel | None:
     return None
 
 
+def _has_left(channel: Channel) -> bool:
+    poll = select.poll()
+    poll.register(channel, 0)
+    return bool(poll.poll(0))
+
+
 def _receive(channel: Channel, limit_s: float) -> Message | None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -123,13 +147,26 @@ class Session:
     """One VMM at one storage daemon; `carry` until one of them leaves or misbehaves."""
 
     def __init__(self, vmm: Channel, backend: Channel, cache: WriteCache) -> None:
-        self._vmm = vmm
-        self._backend = backend
+        self.vmm = vmm
+        self.backend = backend
         self._rewriter = Rewriter(cache)
+        self._prelude = Prelude()
+
+    @property
+    def outlives_its_backend(self) -> bool:
+        """Tell whether only the storage daemon has left, at a time when another can follow."""
+        return self.backend.has_left and not self.vmm.has_left and self._prelude.is_all
+
+    def resume(self, backend: Channel) -> None:
+        """Go on with another storage daemon: tell it what the last one was told."""
+        self.backend.close()
+        self.backend = backend
+        for message in self._prelude.again():
+            backend.send(message)
 
     def carry(self) -> None:
         """Copy messages both ways; ends by Left or Malformed."""
-        vmm, backend, poll = self._vmm, self._backend, select.poll()
+        vmm, backend, poll = self.vmm, self.backend, select.poll()
         while True:
             # What one side does not take is not read from the other: nothing piles up here.
             poll.register(vmm, _interest(vmm, backend))
@@ -141,15 +178,19 @@ class Session:
                 self._from_vmm()
 
     def _from_backend(self) -> None:
-        message = self._backend.receive()
+        message = self.backend.receive()
         if message is not None:
-            self._vmm.send(self._rewriter.to_vmm(message))
+            self._prelude.answered(message)
+            self.vmm.send(self._rewriter.to_vmm(message))
 
     def _from_vmm(self) -> None:
-        message = self._vmm.receive()
+        message = self.vmm.receive()
         if message is not None:
-            for each in self._rewriter.to_backend(message):
-                self._backend.send(each)
+            told = self._rewriter.to_backend(message)
+            for each in told:
+                self._prelude.said(each)
+            for each in told:
+                self.backend.send(each)
 
 
 def _readable(channel: Channel, events: int) -> bool:
@@ -159,6 +200,7 @@ def _readable(channel: Channel, events: int) -> bool:
     if events & select.POLLIN:
         return True
     if events & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+        channel.has_left = True
         raise Left("closed")  # and nothing is read from it now, since the other does not take it
     return False
 
