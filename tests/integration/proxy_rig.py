@@ -70,12 +70,15 @@ class ProxyRig:
             self.proxy = self.spawn_proxy(listener)
 
     def spawn_proxy(self, listener: socket.socket) -> subprocess.Popen[bytes]:
-        fd = listener.fileno()
+        """Start one; its listener has the number that it has for stord's."""
         program = command.install(self.root)
-        argv = [*command.argv("chv:tester:proxy:disk:1", self.live, program)]
-        argv[argv.index(str(command.LISTENER_FD))] = str(fd)
+        moved = f'exec "$@" {command.LISTENER_FD}<&0 </dev/null'
+        argv = ["sh", "-c", moved, "sh"]
+        argv += command.argv("chv:tester:proxy:disk:1", self.live, program)
         with self.log.open("ab") as log:
-            return subprocess.Popen(argv, pass_fds=[fd], stderr=log, env={"PATH": os.defpath})
+            return subprocess.Popen(
+                argv, stdin=listener.fileno(), stderr=log, env={"PATH": os.defpath}
+            )
 
     def end_proxy(self, number: int = signal.SIGKILL) -> None:
         _end(self.proxy, number)

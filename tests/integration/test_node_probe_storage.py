@@ -153,7 +153,8 @@ def tell(node: LiveNode, state_dir: Path) -> None:
     """Print what guest, VMM and proxies said last."""
     logs = [state_dir / "console.log", state_dir / "vmm.log", *node.dev.layout.logs.glob("proxy-*")]
     for path in logs:
-        print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-30:], sep="\n")
+        lines = path.read_text(errors="replace").splitlines()
+        print(f"--- {path.name}", *lines[:20], "...", *lines[20:][-20:], sep="\n")
 
 
 def writer(probes: ProbeNode, depth: int) -> str:

@@ -1,9 +1,13 @@
-"""A VMM that has introduced itself and whose guest does nothing yet outlives storage daemons."""
+"""What a VMM at a proxy sees of deaths: before its guest does anything, and of the proxy itself."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +30,7 @@ from tests.integration.stord_helpers import needs_qsd
 pytestmark = [pytest.mark.root, needs_qsd]
 PROTOCOL_FEATURES = 1 << 30
 CONFIG_BYTES = 36
+SO_ACCEPTCON = 1 << 16
 
 
 @pytest.fixture
@@ -119,3 +124,33 @@ def test_a_vmm_in_the_middle_of_a_start_is_dropped_as_its_descriptors_are_gone(
         vmm.tell(SET_MEM_TABLE, bytes(8))
         rig.end_backend()
         assert vmm.socket.recv(1) == b""
+
+
+def test_the_listener_of_a_proxy_is_its_last_descriptor_and_ends_before_any_connection(
+    rig: ProxyRig,
+) -> None:
+    """The kernel closes a killed process's descriptors from the last to the first."""
+    assert rig.proxy is not None
+    with Vmm(rig) as vmm:
+        vmm.introduce()
+        directory = Path(f"/proc/{rig.proxy.pid}/fd")
+        last = max(int(entry.name) for entry in directory.iterdir())
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        named = [line.split() for line in lines if line.endswith(f"{rig.root}/.disk")]
+        listening = [fields[6] for fields in named if int(fields[3], 16) & SO_ACCEPTCON]
+        assert str((directory / str(last)).readlink()) == f"socket:[{listening[0]}]"
+
+
+def test_a_vmm_that_loses_a_killed_proxy_does_not_reach_its_listener_any_more(
+    rig: ProxyRig,
+) -> None:
+    for _ in range(20):
+        with Vmm(rig) as vmm, socket.socket(socket.AF_UNIX) as again:
+            vmm.introduce()
+            assert rig.proxy is not None
+            rig.proxy.send_signal(signal.SIGKILL)
+            with contextlib.suppress(ConnectionResetError):
+                assert vmm.socket.recv(1) == b""
+            assert again.connect_ex(str(rig.front)) == errno.ECONNREFUSED
+        rig.end_proxy()
+        rig.start_proxy()

@@ -4,6 +4,8 @@ Neither site-packages nor an import search costs memory or start time. The id is
 by; the listening socket is inherited. Fails with exit code 2 and a line.
 """
 
+import fcntl
+import os
 import socket
 import sys
 
@@ -11,6 +13,10 @@ from chv.stord.proxy.relay import Proxy
 
 ARGUMENTS = 4
 EXIT_USAGE = 2
+# Above all others: the kernel closes what a killed process had open from the last descriptor to
+# the first, and a VMM that sees its connection end must find the listener ended already. Cloud
+# Hypervisor connects at once, and gives its disk up where that connection breaks as well.
+LISTENER_FD_MIN = 512
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +25,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("usage: WORKER_ID LISTENER_FD BACKEND_PATH\n")
         return EXIT_USAGE
     try:
-        listener = socket.socket(fileno=int(argv[2]))
+        listener = socket.socket(fileno=_lifted(int(argv[2])))
         accepting = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         sys.stderr.write(f"descriptor {argv[2]}: {error}\n")
@@ -29,6 +35,12 @@ def main(argv: list[str]) -> int:
         return EXIT_USAGE
     Proxy(listener, argv[3]).run()
     return 0
+
+
+def _lifted(fd: int) -> int:
+    lifted = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LISTENER_FD_MIN)
+    os.close(fd)
+    return lifted
 
 
 if __name__ == "__main__":
