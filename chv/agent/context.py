@@ -67,6 +67,7 @@ class Context:
         self.groups = Listing(lambda: self.nwd.call(nwd_policy.LIST_GROUPS, Empty()))
         self.exposures = Listing(lambda: self.nwd.call(nwd_policy.LIST_EXPOSURES, Empty()))
         self.nics = Listing(lambda: self.nwd.call(nwd.LIST_NICS, Empty()))
+        self.holding: set[str] = set()  # VMs whose vCPUs stand for somebody who needs a moment
         self.freezing: set[str] = set()  # VMs whose guest is frozen by somebody who will thaw it
         self.encoded: dict[str, tuple[Resource, msgspec.Raw]] = {}  # objects as JSON, by uid
         self.bugs: deque[str] = deque(maxlen=BUGS_MAX)  # what the firewall caught

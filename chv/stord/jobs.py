@@ -52,6 +52,9 @@ class JobControl:
         self.job_id = job.info.job_id
         self.volume_id = job.info.volume_id
         self.cancelling = anyio.Event()
+        self.waits = False  # for a word of the caller
+        self._word = anyio.Event()
+        self._heeded = anyio.Event()
         self.done_bytes = job.info.done_bytes
         self.total_bytes = job.info.total_bytes
         self.message = job.info.message
@@ -73,6 +76,30 @@ class JobControl:
     def percent(self, percent: float) -> None:
         """Say how far it is in percent of `total_bytes`, as qemu-img tells it."""
         self.done_bytes = int(self.total_bytes * percent / PERCENT)
+
+    async def await_word(self) -> None:
+        """Stand still until the caller says so; Cancelled where that never comes."""
+        self.waits = True
+        async with anyio.create_task_group() as either:
+
+            async def cancelled() -> None:
+                await self.cancelling.wait()
+                either.cancel_scope.cancel()
+
+            either.start_soon(cancelled)
+            await self._word.wait()
+            either.cancel_scope.cancel()
+        self.refuse_cancelled()
+
+    def heed_word(self) -> None:
+        """Say that what the caller held still for is done, or will not be."""
+        self.waits = False
+        self._heeded.set()
+
+    async def say_word(self) -> None:
+        """Let a job that waits go on; returns when it has heeded it."""
+        self._word.set()
+        await self._heeded.wait()
 
     def refuse_cancelled(self) -> None:
         """Raise `Cancelled` where somebody wants the job to end."""
@@ -185,6 +212,13 @@ class Jobs:
             live.cancelling.set()
         return self.get(job_id)
 
+    async def go_on(self, job_id: str) -> JobInfo:
+        """Let a job that waits go on, and return when it has; not waiting: no effect."""
+        live = self._live.get(job_id)
+        if live is not None and live.waits:
+            await live.say_word()
+        return self.get(job_id)
+
     def _shown(self, job: Job) -> JobInfo:
         live = self._live.get(job.info.job_id)
         if live is None:
@@ -194,6 +228,7 @@ class Jobs:
             done_bytes=live.done_bytes,
             total_bytes=live.total_bytes,
             message=live.message,
+            waits=live.waits,
         )
 
     # --- the life of one job
@@ -225,6 +260,7 @@ class Jobs:
         problem: ErrorData | None,
     ) -> None:
         """Record the end and tell it; a job whose volume is gone by now has no record."""
+        control.heed_word()
         job = self._records.jobs.get(control.job_id)
         await failpoint("stord.job.before_end")
         if job is not None:

@@ -170,7 +170,10 @@ class Moves:
                 await self._record_place(row.volume_id)
             return
         async with self._benches.of(row) as bench:
+            if request.waits:
+                await control.await_word()
             await self._mirror(control, row, bench, request.bps_max)
+            control.heed_word()
             await follow(bench, control, _job(row), block_jobs.READY)
             async with self._locks.hold(row.volume_id), bench.monitor() as monitor:
                 control.refuse_cancelled()

@@ -47,6 +47,7 @@ class SnapshotService:
         server.add(wire.GET_JOB, self.get_job)
         server.add(wire.LIST_JOBS, self.list_jobs)
         server.add(wire.CANCEL_JOB, self.cancel_job)
+        server.add(wire.BEGIN_MIRROR, self.begin_mirror)
 
     # --- what the other methods need
     async def settle_vm(self, vm_id: str) -> None:
@@ -107,6 +108,10 @@ class SnapshotService:
     async def list_jobs(self, _request: Empty) -> wire.JobsReply:
         """See the wire."""
         return wire.JobsReply(jobs=self._jobs.list())
+
+    async def begin_mirror(self, request: wire.JobRef) -> wire.JobInfo:
+        """Let a move that waits begin its mirror."""
+        return await self._jobs.go_on(request.job_id)
 
     async def cancel_job(self, request: wire.JobRef) -> wire.JobInfo:
         """See the wire."""

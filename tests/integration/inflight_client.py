@@ -13,8 +13,10 @@ import random
 import select
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -229,12 +231,29 @@ class StampedWriter:
         self._pending: dict[int, tuple[int, bytes]] = {}
         self._counter = 0
         self._last = time.monotonic()
+        self._held = threading.Event()
+        self._stands = threading.Event()
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """As a guest whose vCPUs stand: nothing new is submitted, and nothing is under way."""
+        self._held.set()
+        try:
+            assert self._stands.wait(DRAIN_S), "requests do not end"
+            yield
+        finally:
+            self._held.clear()
+            self._stands.clear()
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Write until told to stop, then wait for what is in flight."""
         self._last = time.monotonic()
         while not stop():
-            while self.disk.in_flight < self.disk.depth:
+            if self._held.is_set() and not self.disk.in_flight:
+                self._stands.set()
+                time.sleep(0.001)
+                continue
+            while self.disk.in_flight < self.disk.depth and not self._held.is_set():
                 self._submit()
             self._step()
         end = time.monotonic() + DRAIN_S

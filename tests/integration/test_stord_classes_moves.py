@@ -6,7 +6,7 @@ With CHV_LONG=1 all cases, else a sample.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from chv.common.errors import FailedPrecondition
+from chv.common.errors import FailedPrecondition, OutcomeUnknown, Unavailable
 from chv.common.wire import stord as wire
 from chv.stord import luks
 from tests.integration.class_places import (
@@ -27,6 +27,7 @@ from tests.integration.class_places import (
     needs_tgt,
     place_of,
 )
+from tests.integration.inflight_client import StampedWriter
 from tests.integration.stord_classes_helpers import spec
 from tests.integration.stord_helpers import IDS, MIB, Node, meta, needs_qsd, open_node
 from tests.integration.test_stord_encryption import KEY, TEXT
@@ -62,9 +63,29 @@ async def begin(node: Node, volume: str, target: wire.VolumeBackend, **options: 
         return (await client.call(wire.MOVE_VOLUME, request)).job_id
 
 
-async def move(node: Node, volume: str, target: wire.VolumeBackend, **options: Any) -> None:
-    ended = await node.job(await begin(node, volume, target, **options))
+async def move(
+    node: Node,
+    volume: str,
+    target: wire.VolumeBackend,
+    writer: StampedWriter | None = None,
+    **options: Any,
+) -> None:
+    job_id = await begin(node, volume, target, waits=writer is not None, **options)
+    if writer is not None:
+        await conduct(node, job_id, writer)
+    ended = await node.job(job_id)
     assert ended.state is wire.JobState.DONE, str(ended.error)
+
+
+async def conduct(node: Node, job_id: str, writer: StampedWriter) -> None:
+    """Do as the agent does: the guest stands while the mirror begins."""
+    reference = wire.JobRef(job_id=job_id)
+    async with node.client() as client:
+        while (job := await client.call(wire.GET_JOB, reference)).state is wire.JobState.RUNNING:
+            if job.waits:
+                with writer.standing():
+                    await client.call(wire.BEGIN_MIRROR, reference)
+            await anyio.sleep(0.02)
 
 
 def _use(export: Path, write: bool) -> int:
@@ -86,15 +107,16 @@ async def test_a_guest_writes_on_while_its_disk_goes_to_a_server_and_comes_back(
         await made(node, volume, file)
         info = await node.attach(volume, vm)
 
-        async with writing(info.export_path):
-            await move(node, volume, place.describe(encryption=encryption), replace_backend=True)
-            there = await node.get(volume)
-        async with writing(info.export_path, seed=2):
+        async with writing(info.export_path) as writer:
+            there = place.describe(encryption=encryption)
+            await move(node, volume, there, writer, replace_backend=True)
+            found = await node.get(volume)
+        async with writing(info.export_path, seed=2) as writer:
             if kind != "rbd":  # which holds writes back: a power cut there is one for the guest
                 assert (await node.sessions())[0].crash_class is wire.CrashClass.KEEP_VM
-            await move(node, volume, file)
+            await move(node, volume, file, writer)
 
-        assert there.class_name.value == kind.partition("-")[0]
+        assert found.class_name.value == kind.partition("-")[0]
         if encryption is not None and place.file is not None:
             assert place.content().startswith(luks.MAGIC)
         assert (await node.sessions())[0].losses == 0
@@ -181,10 +203,13 @@ async def test_a_kill_at_any_step_of_a_move_to_a_server_is_not_noticed(point: st
         await made(node, volume, file)
         info = await node.attach(volume, vm)
 
-        async with writing(info.export_path):
-            await begin(node, volume, target, replace_backend=True)
+        async with writing(info.export_path) as writer:
+            job_id = await begin(node, volume, target, replace_backend=True, waits=True)
+            with suppress(Unavailable, OutcomeUnknown):  # it dies at the failpoint
+                await conduct(node, job_id, writer)
             await node.ended()
             await node.start()
+            await conduct(node, job_id, writer)
             await jobs_end(node)
 
         found = await node.get(volume)

@@ -87,6 +87,7 @@ class SimJob:
     info: JobInfo
     ends_at: float
     effect: Callable[[], object]
+    waits: bool = False  # for BeginMirror
 
 
 class SimStord:
@@ -416,7 +417,29 @@ class SimStord:
             places = {name: getattr(backend, name) for name in PLACES}
             volume.backend = _replace(volume.backend, **places)
 
-        return self._begin(params.volume_id, JobKind.MOVE, params.meta.operation_id, arrive)
+        known = params.meta.operation_id in self.jobs
+        info = self._begin(params.volume_id, JobKind.MOVE, params.meta.operation_id, arrive)
+        job = self.jobs[info.job_id]
+        if known:
+            return info
+        if params.waits and volume.attached_to and info.state is JobState.RUNNING:
+            job.waits, job.ends_at = True, float("inf")
+            job.info = _replace(info, waits=True)
+        elif volume.attached_to and self.vcpus_run(volume.attached_to):
+            self.violate(f"the mirror of {params.volume_id} began under vCPUs that run")
+        return job.info
+
+    def _BeginMirror(self, params: stord.JobRef) -> JobInfo:
+        job = self.jobs.get(params.job_id)
+        if job is None:
+            raise NotFound("no such job")
+        if job.waits:
+            vm_id = self._volume(job.info.volume_id).attached_to
+            if vm_id and self.vcpus_run(vm_id):
+                self.violate(f"the mirror of {job.info.volume_id} began under vCPUs that run")
+            job.waits, job.ends_at = False, self.now() + self.job_s[0]
+            job.info = _replace(job.info, waits=False)
+        return job.info
 
     def _GetJob(self, params: stord.JobRef) -> JobInfo:
         if params.job_id not in self.jobs:

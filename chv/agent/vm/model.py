@@ -151,5 +151,6 @@ class ObservedVm:
     files_made: bool = False
     console: bool = False
     recovery_failures: int = 0
+    held: bool = False  # its vCPUs are to stand for a moment
     regrown: frozenset[str] = frozenset()  # operations that have had their disk unplugged
     backoff_s: float = 0.0  # not before that many seconds

@@ -108,6 +108,7 @@ async def observe(
             console=context.world.vmm.console_attached(handle_of(stored)),
             recovery_failures=memory.recovery_failures,
             regrown=memory.regrown,
+            held=stored.uid in context.holding,
             backoff_s=max(0.0, memory.start_not_before - now),
         ),
         record=process.record if process is not None else None,

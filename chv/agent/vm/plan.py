@@ -210,13 +210,15 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
     steps = change_nics(desired, observed, worker) if observed.network_known else []
     if not observed.console:
         steps.append(AttachConsoleStep())
-    held = full is not None or desired.paused
+    held = full is not None or desired.paused or observed.held
     steps += _run(worker, held=held)
     if desired.reset_request:
         steps.append(ResetStep())
     if full is not None:
         return [*steps, full]
-    if worker.frozen and not desired.paused:
+    if held:  # a guest that stands lets go of nothing and thaws nothing
+        return steps
+    if worker.frozen:
         steps.append(ThawStep())
     steps += replug_nics(desired, observed, worker)
     steps += replug(desired, observed, worker)
@@ -320,6 +322,6 @@ def _recover(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -
     if worker.state is VmmState.EMPTY:  # no guest has seen the loss
         return [*steps, *_first_run(desired)]
     steps += [AwaitDisksStep(), ResetStep()]
-    if _full(desired, observed) is None and not desired.paused:
+    if _full(desired, observed) is None and not desired.paused and not observed.held:
         steps.append(BootStep() if worker.state is VmmState.CREATED else ResumeStep())
     return steps

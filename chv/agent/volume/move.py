@@ -17,6 +17,7 @@ from chv.agent.context import Context
 from chv.agent.generations import Author
 from chv.agent.operations import SYSTEM
 from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VolumeFacts, VolumeMove
+from chv.agent.vm.holding import standing
 from chv.agent.volume.jobs import POLL_S, cancel_job, find_job
 from chv.agent.volume.wish import (
     moved_back,
@@ -72,7 +73,7 @@ class Mover:
         if same_place(wanted, seen.backend):
             return await self._stay(move, job if moving else None)
         if moving and job is not None:
-            return await self._go_on(move, job, wanted)
+            return await self._go_on(move, job, wanted, seen.attached_to)
         if job is not None:
             return Waiting(POLL_S)  # something else is under way
         if seen.snapshots:
@@ -90,12 +91,21 @@ class Mover:
         return None
 
     async def _go_on(
-        self, move: VolumeMove | None, job: JobInfo, wanted: stord.VolumeBackend
+        self, move: VolumeMove | None, job: JobInfo, wanted: stord.VolumeBackend, vm_uid: str
     ) -> Outcome:
         ours = move is not None and move.job_id == job.job_id and move.target == place_text(wanted)
         if not ours:  # to where nobody wants it any more
             await cancel_job(self._context, job.job_id)
+        else:
+            await self.let_begin(job, vm_uid)
         return Waiting(POLL_S)
+
+    async def let_begin(self, job: JobInfo, vm_uid: str) -> None:
+        """Let a mirror begin that waits for a guest that stands."""
+        if job.waits:
+            async with standing(self._context, vm_uid):
+                await failpoint("agent.volume.move.standing")
+                await self._context.stord.call(stord.BEGIN_MIRROR, stord.JobRef(job_id=job.job_id))
 
     async def _begin_or_give_up(
         self, stored: StoredObject, seen: stord.VolumeInfo, wanted: stord.VolumeBackend
@@ -131,6 +141,7 @@ class Mover:
                 volume_id=self._uid,
                 backend=target,
                 replace_backend=self._is_running(seen.attached_to),
+                waits=bool(seen.attached_to),
             )
             await self._context.stord.call(stord.MOVE_VOLUME, request)
             await failpoint("agent.volume.move.after")

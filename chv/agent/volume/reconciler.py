@@ -53,6 +53,8 @@ FAILPOINTS = tuple(
     for name in ("open", "close", "delete", "move", "verb")
     for moment in ("before", "after")
 )
+# The VM stands still, and the mirror has not begun.
+STANDING_POINT = "agent.volume.move.standing"
 
 
 class VolumeReconciler(SimpleReconciler):
@@ -175,6 +177,9 @@ class VolumeReconciler(SimpleReconciler):
         return not same_place(now.backend, before.backend)
 
     async def _busy(self, stored: StoredObject, seen: stord.VolumeInfo) -> Outcome:
+        job = await find_job(self._context, seen.job) if seen.job else None
+        if job is not None:  # wanted or not: it holds up the rest
+            await self._mover.let_begin(job, seen.attached_to)
         progress = await self._progress(seen)
         await self.progress(f"waits for {progress or 'a job'}")
         ready = condition("Ready", False, "Busy", f"waits for {progress or 'a job'}")

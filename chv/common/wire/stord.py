@@ -354,6 +354,8 @@ MOVE_VOLUME = Method("MoveVolume", MoveVolume, JobInfo, timeout_s=20.0)
 GET_JOB = Method("GetJob", JobRef, JobInfo, mutating=False)
 LIST_JOBS = Method("ListJobs", Empty, JobsReply, mutating=False)
 CANCEL_JOB = Method("CancelJob", JobRef, JobInfo)
+# Returns when the mirror of a move that waits notices every write.
+BEGIN_MIRROR = Method("BeginMirror", JobRef, JobInfo, timeout_s=20.0)
 GET_METRICS = Method("GetMetrics", Empty, StorageMetrics, mutating=False)
 
 METHODS = (
@@ -384,5 +386,6 @@ METHODS = (
     GET_JOB,
     LIST_JOBS,
     CANCEL_JOB,
+    BEGIN_MIRROR,
     GET_METRICS,
 )

@@ -85,6 +85,7 @@ class JobInfo(Reply, frozen=True, kw_only=True):
     volume_ids: list[str] = []
     started_at: str = ""
     ended_at: str = ""
+    waits: bool = False  # for BeginMirror
 
 
 class JobRef(Message, frozen=True, kw_only=True):
@@ -150,7 +151,9 @@ class MoveVolume(Message, frozen=True, kw_only=True):
     `backend` is the volume's new description: class, place, pool, format may differ, nothing
     else. Refused where it has snapshots or linked clones. `replace_backend`: where the new place
     needs a network and the VM's storage daemon has none, that is replaced first as by
-    RestartVmBackend; the vCPUs run.
+    RestartVmBackend; the vCPUs run. `waits`: the mirror under a guest begins only by BeginMirror,
+    when the caller has made the vCPUs stand: requests that are under way at that moment may
+    otherwise not reach the new place.
     """
 
     meta: CallMeta
@@ -158,3 +161,4 @@ class MoveVolume(Message, frozen=True, kw_only=True):
     backend: VolumeBackend
     bps_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
     replace_backend: bool = False
+    waits: bool = False
