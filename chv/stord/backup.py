@@ -192,14 +192,17 @@ class Backups:
         for piece in pieces:
             await piece.target.keep(piece.plan, piece.size_bytes)
         with anyio.CancelScope(shield=True):
+            failure: ChvError | OSError | None = None
             try:
                 for piece in pieces:
                     await piece.target.enter(piece.plan)
                     await failpoint("stord.backup.after_manifest")
-            except (ChvError, OSError):
+            except (ChvError, OSError) as error:
+                failure = error
+            if failure is not None:
                 for piece in pieces:
                     await piece.target.take_back(piece.plan)
-                raise
+                raise failure
             await self._record(pieces)
             await failpoint("stord.backup.after_record")
 

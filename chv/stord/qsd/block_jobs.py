@@ -151,12 +151,15 @@ async def is_on_top(monitor: Monitor, volume_id: str, number: int) -> bool:
 
 async def set_speed(monitor: Monitor, name: str, bps: int) -> None:
     """Say how many bytes a second a job may copy; 0: as many as it can. One that ended does not."""
+    failure: ChvError | None = None
     try:
         await monitor.call("block-job-set-speed", {"device": name, "speed": bps})
-    except ChvError:
+    except ChvError as error:
+        failure = error
+    if failure is not None:
         job = await find(monitor, name)
         if job is None or job.status != CONCLUDED:
-            raise
+            raise failure
 
 
 async def size_bytes(monitor: Monitor, name: str) -> int:
