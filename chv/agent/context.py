@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
@@ -68,6 +69,7 @@ class Context:
         self.exposures = Listing(lambda: self.nwd.call(nwd_policy.LIST_EXPOSURES, Empty()))
         self.nics = Listing(lambda: self.nwd.call(nwd.LIST_NICS, Empty()))
         self.holding: set[str] = set()  # VMs whose vCPUs stand for somebody who needs a moment
+        self._vcpus: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         self.freezing: set[str] = set()  # VMs whose guest is frozen by somebody who will thaw it
         self.encoded: dict[str, tuple[Resource, msgspec.Raw]] = {}  # objects as JSON, by uid
         self.bugs: deque[str] = deque(maxlen=BUGS_MAX)  # what the firewall caught
@@ -76,6 +78,10 @@ class Context:
     def stored(self, uid: str) -> StoredObject | None:
         """Return an object from memory."""
         return self.ledger.tables.objects.get(uid)
+
+    def vcpus(self, vm_uid: str) -> anyio.Lock:
+        """Return the lock of who stops a VM's vCPUs for a moment or lets them run on."""
+        return self._vcpus.setdefault(vm_uid, anyio.Lock())
 
     def now(self) -> str:
         """Return the stamp of this moment."""

@@ -23,6 +23,7 @@ from chv.common.errors import (
     Cancelled,
     ChvError,
     Conflict,
+    DeadlineExceeded,
     ErrorData,
     FailedPrecondition,
     Internal,
@@ -48,11 +49,13 @@ class JobControl:
     no return then takes back what it did and raises `Cancelled`; one that has goes on.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, clock: Clock) -> None:
+        self._clock = clock
         self.job_id = job.info.job_id
         self.volume_id = job.info.volume_id
         self.cancelling = anyio.Event()
         self.waits = False  # for a word of the caller
+        self._still_until = 0.0  # what the caller holds still, by CLOCK_MONOTONIC
         self._word = anyio.Event()
         self._heeded = anyio.Event()
         self.done_bytes = job.info.done_bytes
@@ -91,13 +94,19 @@ class JobControl:
             either.cancel_scope.cancel()
         self.refuse_cancelled()
 
+    def require_stillness(self) -> None:
+        """Raise DeadlineExceeded where what the caller held still may have moved by now."""
+        if self.waits and self._clock.monotonic() > self._still_until:
+            raise DeadlineExceeded("the guest went on before its writes were noticed")
+
     def heed_word(self) -> None:
         """Say that what the caller held still for is done, or will not be."""
         self.waits = False
         self._heeded.set()
 
-    async def say_word(self) -> None:
-        """Let a job that waits go on; returns when it has heeded it."""
+    async def say_word(self, until_s: float) -> None:
+        """Let a job that waits go on; returns when it has heeded it, or will not."""
+        self._still_until = until_s
         self._word.set()
         await self._heeded.wait()
 
@@ -212,11 +221,15 @@ class Jobs:
             live.cancelling.set()
         return self.get(job_id)
 
-    async def go_on(self, job_id: str) -> JobInfo:
-        """Let a job that waits go on, and return when it has; not waiting: no effect."""
+    async def go_on(self, job_id: str, until_s: float) -> JobInfo:
+        """Let a job that waits go on, and return when it has; not waiting: no effect.
+
+        What the caller holds still moves again at `until_s` of CLOCK_MONOTONIC: the job fails if it
+        needs longer.
+        """
         live = self._live.get(job_id)
         if live is not None and live.waits:
-            await live.say_word()
+            await live.say_word(until_s)
         return self.get(job_id)
 
     def _shown(self, job: Job) -> JobInfo:
@@ -233,7 +246,7 @@ class Jobs:
 
     # --- the life of one job
     def _spawn(self, job: Job, run: Runner) -> None:
-        control = JobControl(job)
+        control = JobControl(job, self._clock)
         self._live[control.job_id] = control
         self._tasks.start_soon(self._run, control, run)
 

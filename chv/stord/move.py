@@ -173,6 +173,7 @@ class Moves:
             if request.waits:
                 await control.await_word()
             await self._mirror(control, row, bench, request.bps_max)
+            control.require_stillness()
             control.heed_word()
             await follow(bench, control, _job(row), block_jobs.READY)
             async with self._locks.hold(row.volume_id), bench.monitor() as monitor:

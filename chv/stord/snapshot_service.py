@@ -109,9 +109,9 @@ class SnapshotService:
         """See the wire."""
         return wire.JobsReply(jobs=self._jobs.list())
 
-    async def begin_mirror(self, request: wire.JobRef) -> wire.JobInfo:
+    async def begin_mirror(self, request: wire.BeginMirror) -> wire.JobInfo:
         """Let a move that waits begin its mirror."""
-        return await self._jobs.go_on(request.job_id)
+        return await self._jobs.go_on(request.job_id, request.until_s)
 
     async def cancel_job(self, request: wire.JobRef) -> wire.JobInfo:
         """See the wire."""

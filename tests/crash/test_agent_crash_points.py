@@ -36,6 +36,14 @@ spec:
   disks: [{name: data, volume: disk}]
   interfaces: [{name: eth0, network: lan}]
 """
+# Two volumes are attached together, by a step of its own.
+TWO_DISKS = """---
+apiVersion: compute.chv.dev/v1alpha1
+kind: Volume
+metadata: {name: more}
+spec: {size: 64Mi, format: raw}
+---
+""" + MANIFEST.replace("volume: disk}", "volume: disk}, {name: more, volume: more}")
 NETWORK = """
 apiVersion: compute.chv.dev/v1alpha1
 kind: Network
@@ -61,13 +69,21 @@ NOT_HERE = (
     "remove_nic_record",
     "freeze",
     "thaw",
+    "create",  # of a VMM that starts without a VM
+    "halt",
+    "restart_storage",
+    "set_cpus",
+    "set_memory",
+    "restore_disks",
+    "run_restored",
+    "withdraw",
 )
 DELETING = ("stop", "cleanup", "detach_volume", "forget", "detach_nic", "remove_files",
             "finish_delete")  # fmt: skip
 
 
 def step_of(point: str) -> str:
-    return point.split(".")[2]
+    return point.split(".")[2] if point else ""
 
 
 POINTS = [point for point in FAILPOINTS if step_of(point) not in NOT_HERE]
@@ -80,14 +96,16 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
     with live_node(CHV_VMM="fake", CHV_TEST_BUILD="1") as running:
         directory = tmp_path_factory.mktemp("manifests")
         (directory / "vm.yaml").write_text(MANIFEST)
+        (directory / "two.yaml").write_text(TWO_DISKS)
         (directory / "network.yaml").write_text(NETWORK)
         running.environment["MANIFESTS"] = str(directory)
         running.cli("apply", "-f", str(directory / "network.yaml"), "--wait")
         yield running
 
 
-def manifest(node: LiveNode) -> str:
-    return str(Path(node.environment["MANIFESTS"]) / "vm.yaml")
+def manifest(node: LiveNode, point: str = "") -> str:
+    name = "two.yaml" if step_of(point) == "attach_volumes" else "vm.yaml"
+    return str(Path(node.environment["MANIFESTS"]) / name)
 
 
 def chosen(points: list[str]) -> list[str]:
@@ -105,7 +123,7 @@ def test_no_step_is_left_out_of_create_and_delete() -> None:
 @pytest.mark.parametrize("point", chosen(CREATE_POINTS))
 def test_kill_in_create_converges_to_one_running_vm(node: LiveNode, point: str) -> None:
     node.restart(f"{point}=1*kill")
-    node.cli("apply", "-f", manifest(node), check=False)
+    node.cli("apply", "-f", manifest(node, point), check=False)
     node.await_agent_death()
     assert len(node.workers("vmm")) <= 1
     before = node.workers("vmm")
@@ -114,7 +132,7 @@ def test_kill_in_create_converges_to_one_running_vm(node: LiveNode, point: str) 
     after = node.workers("vmm")
     assert len(after) == 1
     assert not before or before == after, "a VMM that lived was replaced"
-    node.cli("delete", "-f", manifest(node))
+    node.cli("delete", "-f", manifest(node, point))
     assert_nothing_left(node)
 
 

@@ -5,6 +5,7 @@ With CHV_LONG=1 all cases, else a sample.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.sampling import paired, sampled
 
 pytestmark = [pytest.mark.root, needs_qsd]
 LOCKED = wire.Encryption(key="default/disk")
+STILL_S = 10.0
 REMOTE = [
     "nbd",
     pytest.param("iscsi", marks=needs_tgt),
@@ -84,7 +86,9 @@ async def conduct(node: Node, job_id: str, writer: StampedWriter) -> None:
         while (job := await client.call(wire.GET_JOB, reference)).state is wire.JobState.RUNNING:
             if job.waits:
                 with writer.standing():
-                    await client.call(wire.BEGIN_MIRROR, reference)
+                    until_s = time.monotonic() + STILL_S
+                    request = wire.BeginMirror(job_id=job_id, until_s=until_s)
+                    await client.call(wire.BEGIN_MIRROR, request)
             await anyio.sleep(0.02)
 
 

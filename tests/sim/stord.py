@@ -429,7 +429,7 @@ class SimStord:
             self.violate(f"the mirror of {params.volume_id} began under vCPUs that run")
         return job.info
 
-    def _BeginMirror(self, params: stord.JobRef) -> JobInfo:
+    def _BeginMirror(self, params: stord.BeginMirror) -> JobInfo:
         job = self.jobs.get(params.job_id)
         if job is None:
             raise NotFound("no such job")

@@ -14,6 +14,7 @@ from chv.agent.ports import VmHandle
 from chv.agent.records import SavedVm, SnapshotPart, StoredObject, WorkerRow
 from chv.agent.vm.config import served_disks
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, vm_of
+from chv.agent.vm.holding import run_on
 from chv.common import logs
 from chv.common.errors import (
     ChvError,
@@ -155,7 +156,7 @@ async def let_run(context: Context, vm: VmHandle) -> None:
             if not free or stored is None or _is_held(stored):
                 return
             if (await context.world.vmm.observe(vm)).state is VmmState.PAUSED:
-                await context.world.vmm.resume(vm)
+                await run_on(context, vm)
     except ChvError as error:
         log.info("agent.vm_snapshot.not_resumed", vm_id=vm.uid, error=str(error))
     finally:

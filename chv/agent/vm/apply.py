@@ -8,6 +8,7 @@ of the port; the worker decides what that means.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import assert_never
 
 import anyio
@@ -30,6 +31,7 @@ from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.disks import Asker, attach, detach
 from chv.agent.vm.ending import forget_worker
+from chv.agent.vm.holding import run_on
 from chv.agent.vm.journal import NAMES, title
 from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.nics import attach_request, hostname_of
@@ -152,7 +154,7 @@ class Applier:
             case steps.ResetStep():
                 await self._reset()
             case steps.ResumeStep():
-                await port.resume(vm)
+                await run_on(self._context, vm)
             case steps.AddDiskStep():
                 await plugging.plug(self._context, vm, self._desired, step, self._served)
             case steps.RemoveDiskStep(disk_id=disk_id):
@@ -389,7 +391,8 @@ class Applier:
             ending = asked
         await self._put_worker(ending=ending, record=record)
         timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")
-        ladder = Ladder(self._context.world.vmm, self._context.world.clock, self._handle, record)
+        world, resume = self._context.world, partial(run_on, self._context, self._handle)
+        ladder = Ladder(world.vmm, world.clock, self._handle, record, resume)
         rung = await ladder.walk(timeout_s, lambda: not step.ask or self._forced)
         await self._put_worker(ending=_replace(ending, rung=rung))
         await self._context.operations.note(self._uid, f"stopped by {rung}")

@@ -1,5 +1,7 @@
 """The vCPUs of a VM stand for a moment, so that nothing is under way at its disks.
 
+Whoever lets vCPUs run on does so by `run_on`, which waits for such a moment to pass.
+
 Nothing of it is recorded: who finds a VM paused that nobody wants so lets it run on, also the next
 agent. Fails with the error of the port; the VM runs on in any case.
 """
@@ -12,6 +14,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from chv.agent.context import Context
+from chv.agent.ports import VmHandle
 from chv.agent.vm.desired import handle_of
 from chv.common.errors import DeadlineExceeded
 from chv.vmm.driver import VmmState
@@ -27,13 +30,20 @@ async def standing(context: Context, vm_uid: str) -> AsyncIterator[None]:
     context.holding.add(vm_uid)
     try:
         with anyio.fail_after(HOLD_S_MAX):
-            await _stand(context, vm_uid)
-            yield
+            async with context.vcpus(vm_uid):
+                await _stand(context, vm_uid)
+                yield
     except TimeoutError as error:
         raise DeadlineExceeded(f"not done within {HOLD_S_MAX:g} s, so the VM runs on") from error
     finally:
         context.holding.discard(vm_uid)
         context.wake(vm_uid)
+
+
+async def run_on(context: Context, vm: VmHandle) -> None:
+    """Let the vCPUs run, once nobody needs them to stand."""
+    async with context.vcpus(vm.uid):
+        await context.world.vmm.resume(vm)
 
 
 async def _stand(context: Context, vm_uid: str) -> None:

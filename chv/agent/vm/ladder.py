@@ -8,7 +8,7 @@ be cut short by `forced`. Fails with DeadlineExceeded where even KILL leaves a p
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
 
@@ -28,13 +28,21 @@ KILL_S = 10.0  # a process in the kernel's hands may take that long to vanish
 
 
 class Ladder:
-    """One walk down the ladder for one VMM."""
+    """One walk down the ladder for one VMM; `resume` lets its vCPUs run."""
 
-    def __init__(self, port: VmmPort, clock: Clock, vm: VmHandle, record: WorkerRecord) -> None:
+    def __init__(
+        self,
+        port: VmmPort,
+        clock: Clock,
+        vm: VmHandle,
+        record: WorkerRecord,
+        resume: Callable[[], Awaitable[None]],
+    ) -> None:
         self._port = port
         self._clock = clock
         self._vm = vm
         self._record = record
+        self._resume = resume
 
     async def walk(self, timeout_s: float, forced: Callable[[], bool]) -> str:
         """End the VMM; return the rung that did it. `forced` skips the question."""
@@ -70,7 +78,7 @@ class Ladder:
     async def _resume_if_paused(self) -> None:
         seen = await self._port.observe(self._vm)
         if seen.state is VmmState.PAUSED:
-            await self._port.resume(self._vm)
+            await self._resume()
 
     async def _guest_is_off(self) -> bool:
         try:

@@ -26,6 +26,7 @@ from chv.agent.records import (
 from chv.agent.tables import Tables
 from chv.agent.vm.config import served_disks
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, vm_of
+from chv.agent.vm.holding import run_on
 from chv.common.errors import (
     ChvError,
     Conflict,
@@ -314,7 +315,7 @@ async def run_restored(context: Context, vm_uid: str) -> None:
     resuming = _replace(request, resuming=row.worker_id)
     await _put(context, vm_uid, resuming, row)
     await failpoint("agent.vm_restore.resuming")
-    await context.world.vmm.resume(handle_of(stored))
+    await run_on(context, handle_of(stored))
     await failpoint("agent.vm_restore.resumed")
     await _put(context, vm_uid, None, _replace(row, booted=True))
 

@@ -32,6 +32,7 @@ from chv.common.wire.agent import OperationState
 from chv.common.wire.resources import VirtualMachine, VmPhase, Volume
 from chv.common.wire.stord import JobInfo, JobKind, JobState
 
+BEGIN_S_MAX = 15.0  # less than the call and the moment may take
 _replace = msgspec.structs.replace
 
 
@@ -105,7 +106,9 @@ class Mover:
         if job.waits:
             async with standing(self._context, vm_uid):
                 await failpoint("agent.volume.move.standing")
-                await self._context.stord.call(stord.BEGIN_MIRROR, stord.JobRef(job_id=job.job_id))
+                until_s = self._context.world.clock.monotonic() + BEGIN_S_MAX
+                request = stord.BeginMirror(job_id=job.job_id, until_s=until_s)
+                await self._context.stord.call(stord.BEGIN_MIRROR, request)
 
     async def _begin_or_give_up(
         self, stored: StoredObject, seen: stord.VolumeInfo, wanted: stord.VolumeBackend

@@ -38,6 +38,7 @@ from chv.common.wire.storage import (
 from chv.common.wire.stord_jobs import (
     BackupPart,
     BackupVm,
+    BeginMirror,
     BackupVolume,
     CheckVolume,
     CreateSnapshot,
@@ -81,6 +82,7 @@ __all__ = [
     "BackupPart",
     "BackupSource",
     "BackupVm",
+    "BeginMirror",
     "BackupVolume",
     "BlockDevice",
     "CheckVolume",
@@ -354,8 +356,9 @@ MOVE_VOLUME = Method("MoveVolume", MoveVolume, JobInfo, timeout_s=20.0)
 GET_JOB = Method("GetJob", JobRef, JobInfo, mutating=False)
 LIST_JOBS = Method("ListJobs", Empty, JobsReply, mutating=False)
 CANCEL_JOB = Method("CancelJob", JobRef, JobInfo)
-# Returns when the mirror of a move that waits notices every write.
-BEGIN_MIRROR = Method("BeginMirror", JobRef, JobInfo, timeout_s=20.0)
+# Returns when the mirror of a move that waits notices every write; the job fails if that is later
+# than the vCPUs stand.
+BEGIN_MIRROR = Method("BeginMirror", BeginMirror, JobInfo, timeout_s=20.0)
 GET_METRICS = Method("GetMetrics", Empty, StorageMetrics, mutating=False)
 
 METHODS = (

@@ -94,6 +94,12 @@ class JobRef(Message, frozen=True, kw_only=True):
     job_id: ShortText
 
 
+class BeginMirror(JobRef, frozen=True, kw_only=True):
+    """A move that waits. The vCPUs stand until `until_s` of CLOCK_MONOTONIC, in seconds."""
+
+    until_s: float
+
+
 class JobsReply(Reply, frozen=True, kw_only=True):
     """Jobs under way and the last final ones, newest first."""
 
