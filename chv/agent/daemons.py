@@ -3,7 +3,8 @@
 Each is a child with a parent-death signal: a killed agent takes them along and the next one
 starts them again, which is safe because the workers (storage daemons, dnsmasq, VMMs) are nobody's
 children. A daemon is ready when its Hello says so, hung when GetHealth stays unanswered, and given
-up on when it ends too often; then the node is Failed until an operator resets it.
+up on when it ends too often or speaks another protocol; then the node is Failed until an operator
+resets it. A restart that was asked for is no loss while it takes its time: calls wait for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from anyio.abc import TaskStatus
 from chv.agent.links import DaemonLink
 from chv.common import logs
 from chv.common.clock import Clock, timestamp
-from chv.common.errors import ChvError, DataLoss, DeadlineExceeded, Unavailable
+from chv.common.errors import (
+    ChvError,
+    Conflict,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Unavailable,
+)
 from chv.common.layout import Layout
 from chv.common.process import Child, spawn_child
 from chv.common.rpc import Client, Method, connect
@@ -29,17 +37,22 @@ from chv.common.supervise import (
     ChildSpec,
     ChildState,
     ChildStatus,
-    RestartIntensityExceeded,
+    GivenUp,
+    PlannedRestart,
     supervise,
 )
 from chv.common.wire.agent import DaemonStatus
+from chv.common.wire.hello import Incompatible, check_reply
 from chv.common.wire.nwd import NWD_HEALTH
 from chv.common.wire.stord import STORD_HEALTH
 from chv.common.wire.types import HELLO, Empty, HelloReply, HelloRequest
 
 log = logs.get(__name__)
 
-READY_TIMEOUT_S = 30.0
+LISTEN_TIMEOUT_S = 30.0  # from its start until it listens
+READY_TIMEOUT_S = 300.0  # while it answers that it is re-reading the world
+RESTART_TIMEOUT_S = 12.0  # of a restart on purpose, before it counts as lost
+DRAIN_S_MAX = 5.0  # that calls under way are let finish before one
 CONNECT_RETRY_S = 0.02
 HEALTH_EVERY_S = 2.0
 HEALTH_TIMEOUT_S = 2.0
@@ -69,7 +82,10 @@ class _Daemon:
     restarts: int = 0
     since: str = ""
     message: str = ""
+    version: str = ""
     health: Any = None
+    wanted: anyio.Event = field(default_factory=anyio.Event)  # a restart on purpose
+    settled: anyio.Event | None = None  # one is under way: set when it is ready, or lost after all
 
 
 class Daemons:
@@ -103,9 +119,48 @@ class Daemons:
                 restarts=daemon.restarts,
                 since=daemon.since,
                 message=daemon.message,
+                version=daemon.version,
             )
             for daemon in self._daemons.values()
         ]
+
+    async def restart(self, name: str) -> None:
+        """Start a daemon anew and return when it is ready; nothing counts as failed or lost.
+
+        Calls under way are let finish, new ones wait. FailedPrecondition where it was given up on,
+        Conflict while one is under way, Unavailable where it did not come back: then it is lost.
+        """
+        daemon = self._daemons[name]
+        if daemon.state not in ("ready", "hung"):
+            raise FailedPrecondition(
+                f"chv-{name} is {daemon.state}: {daemon.message or 'there is nothing to restart'}",
+                resource=f"daemon/{name}",
+                hint="`chv node reset` starts what was given up on",
+            )
+        if daemon.settled is not None:
+            raise Conflict(f"chv-{name} is being restarted already", resource=f"daemon/{name}")
+        log.info("daemon.restart", name=name, pid=daemon.pid)
+        daemon.settled = anyio.Event()
+        try:
+            await self._start_anew(daemon, daemon.settled)
+        finally:
+            daemon.settled = None
+            daemon.link.release()
+            if daemon.state != "ready":
+                self._events.lost(name, daemon.message or "it is not back from its restart")
+        if daemon.state != "ready":
+            raise Unavailable(
+                f"chv-{name} is {daemon.state}: {daemon.message}", resource=f"daemon/{name}"
+            )
+
+    async def _start_anew(self, daemon: _Daemon, settled: anyio.Event) -> None:
+        daemon.link.hold()
+        with anyio.move_on_after(DRAIN_S_MAX):
+            await daemon.link.idle()
+        self._set(daemon, "restarting", "it was asked for")
+        daemon.wanted.set()
+        with anyio.move_on_after(RESTART_TIMEOUT_S):
+            await settled.wait()
 
     def reset(self) -> None:
         """Start daemons again that were given up on."""
@@ -121,11 +176,13 @@ class Daemons:
         async def run(*, task_status: TaskStatus[None]) -> None:  # noqa: ASYNC128  by _serve
             await self._run(daemon, task_status.started)
 
-        spec = ChildSpec(daemon.name, run, ready_timeout_s=READY_TIMEOUT_S)
+        spec = ChildSpec(
+            daemon.name, run, ready_timeout_s=READY_TIMEOUT_S, hopeless=(Incompatible,)
+        )
         while True:
             try:
                 await supervise(spec, lambda status: self._changed(daemon, status))
-            except RestartIntensityExceeded as error:
+            except GivenUp as error:
                 log.error("daemon.given_up", name=daemon.name, reason=error.message)
                 self._events.failed(daemon.name, error.message)
             self._reset = anyio.Event()
@@ -134,14 +191,18 @@ class Daemons:
     def _changed(self, daemon: _Daemon, status: ChildStatus) -> None:
         daemon.restarts = status.restarts
         if status.state is ChildState.STARTING:
-            self._set(daemon, "starting", "")
-        elif status.state is ChildState.READY:
+            if daemon.settled is None:
+                self._set(daemon, "starting", "")
+            return
+        if status.state is ChildState.READY:
             self._set(daemon, "ready", "")
             self._events.ready(daemon.name)
         else:
             log.warning("daemon.ended", name=daemon.name, reason=status.reason)
             self._set(daemon, status.state.value, status.reason)
             self._events.lost(daemon.name, status.reason)
+        if daemon.settled is not None:
+            daemon.settled.set()
 
     def _set(self, daemon: _Daemon, state: str, message: str) -> None:
         if daemon.state != state:
@@ -155,10 +216,12 @@ class Daemons:
             environment={key: os.environ[key] for key in PASSED_ENVIRONMENT if key in os.environ},
         )
         daemon.pid = child.pid
+        daemon.wanted = anyio.Event()
         log.info("daemon.started", name=daemon.name, pid=child.pid)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_raise_on_exit, child, daemon.name)
+                tasks.start_soon(_raise_on_request, daemon.wanted)
                 await self._serve(daemon, on_ready)
         finally:
             daemon.link.detach()
@@ -170,6 +233,7 @@ class Daemons:
         """Hold the connection: wait until the daemon is ready, then watch its health."""
         path = self._layout.socket(daemon.name)
         was_ready = False
+        late = anyio.current_time() + LISTEN_TIMEOUT_S
         while True:
             try:
                 async with connect(path) as client:
@@ -180,17 +244,19 @@ class Daemons:
                     await self._watch(daemon, client)
             except Unavailable:
                 # Until it was ready it may just be starting; afterwards it is lost.
-                if was_ready:
+                if was_ready or anyio.current_time() > late:
                     raise
             await anyio.sleep(CONNECT_RETRY_S)
 
     async def _await_ready(self, daemon: _Daemon, client: Client) -> None:
         while True:
-            hello = await client.call(HELLO, HelloRequest(client="agent"))
+            hello = await _hello(client)
             _check_hello(hello, daemon, self._layout.instance)
+            daemon.version = hello.version
             if hello.state == "ready":
                 return
-            self._set(daemon, "recovering", "re-reading the world")
+            if daemon.settled is None:
+                self._set(daemon, "recovering", "re-reading the world")
             await anyio.sleep(CONNECT_RETRY_S)
 
     async def _watch(self, daemon: _Daemon, client: Client) -> None:
@@ -226,8 +292,21 @@ async def _raise_on_exit(child: Child, name: str) -> None:
     raise Unavailable(f"{name} ended {how}, see `chv logs daemon/{name}`")
 
 
+async def _raise_on_request(wanted: anyio.Event) -> None:
+    await wanted.wait()
+    raise PlannedRestart
+
+
+async def _hello(client: Client) -> HelloReply:
+    try:
+        return await client.call(HELLO, HelloRequest(client="agent"))
+    except FailedPrecondition as error:  # the one reason there is to refuse a Hello
+        raise Incompatible(error.message, hint=error.hint) from error
+
+
 def _check_hello(hello: HelloReply, daemon: _Daemon, instance: str) -> None:
-    """Refuse a daemon that is not the one just started: another owner holds its socket."""
+    """Refuse a daemon that speaks otherwise, or is not the one just started."""
+    check_reply(hello)
     if hello.instance != instance or hello.daemon != daemon.name:
         raise ChvError(
             f"{hello.daemon} of instance {hello.instance} answers on the socket of {daemon.name}"

@@ -31,11 +31,13 @@ from chv.common.ids import short_uid
 from chv.common.layout import Layout
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent as api
+from chv.common.wire.hello import common_version
 from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, NwdHealth, OpenGuestConnection
 from chv.common.wire.stord import GET_METRICS, LIST_JOBS, JobsReply, StorageMetrics
 from chv.common.wire.types import (
     CENSUS,
     HELLO,
+    PROTOCOL_VERSIONS,
     CensusItem,
     CensusReply,
     Done,
@@ -294,12 +296,12 @@ def _teller(context: CallContext, step: str) -> OnProgress:
     return on_progress
 
 
-def hello(layout: Layout, state: str) -> HelloReply:
+def hello(layout: Layout, state: str, protocol: int = PROTOCOL_VERSIONS[-1]) -> HelloReply:
     """Return the agent's Hello."""
     return HelloReply(
         daemon="agent",
         version=VERSION,
-        protocol=1,
+        protocol=protocol,
         instance=layout.instance,
         boot_id=boot_id(),
         pid=os.getpid(),
@@ -311,6 +313,7 @@ def add_hello(server: Server, layout: Layout) -> None:
     """Serve Hello from the first moment on."""
 
     async def answer(request: HelloRequest) -> HelloReply:
-        return hello(layout, "recovering" if server.recovering else "ready")
+        state = "recovering" if server.recovering else "ready"
+        return hello(layout, state, common_version(request))
 
     server.add(HELLO, answer, during_recovery=True)

@@ -3,7 +3,9 @@
 A child is an async callable that reports readiness through its task status and then runs until
 it fails. Its return counts as a failure too: children here are daemons. Each end is followed by
 a back-off that doubles; more than `restarts_max` restarts within `window_s` raise
-RestartIntensityExceeded, for the parent to decide on. Cancellation passes through untouched.
+RestartIntensityExceeded, for the parent to decide on, and an error that no restart cures raises
+GivenUp at once. A child that is started anew on purpose (PlannedRestart) has not failed: no pause,
+and nothing is counted. Cancellation passes through untouched.
 
 Not tenacity: a retry policy counts attempts of one call, this one counts ends within a sliding
 window over the whole life of a daemon.
@@ -43,6 +45,7 @@ class ChildSpec:
     restarts_max: int = 5
     window_s: float = 60.0
     backoff_s_max: float = 10.0
+    hopeless: tuple[type[BaseException], ...] = ()  # errors that starting it again does not cure
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +59,32 @@ class ChildStatus:
     error: BaseException | None = None
 
 
-class RestartIntensityExceeded(Unavailable):
-    """A child failed too often in too short a time; starting it again is an operator's decision."""
+class PlannedRestart(Exception):
+    """Ends a child's run on purpose, once it may be started again."""
+
+
+class GivenUp(Unavailable):
+    """A child is not started again; to do so is an operator's decision."""
 
     retriable = False
 
 
+class RestartIntensityExceeded(GivenUp):
+    """It failed too often in too short a time."""
+
+
 async def supervise(spec: ChildSpec, on_change: Callable[[ChildStatus], None]) -> None:
-    """Run the child, restart it when it ends; raise RestartIntensityExceeded, never return."""
+    """Run the child, restart it when it ends; raise GivenUp, never return."""
     ends: deque[float] = deque()
     restarts = 0
     while True:
         on_change(ChildStatus(spec.name, ChildState.STARTING, restarts=restarts))
         reason, error = await _run_once(spec, on_change, restarts)
+        if isinstance(error, PlannedRestart):
+            continue
+        if isinstance(error, spec.hopeless):
+            on_change(ChildStatus(spec.name, ChildState.FAILED, reason, restarts, error))
+            raise GivenUp(f"{spec.name}: {error}", resource=spec.name) from error
         _count_end(ends, spec.window_s)
         if len(ends) > spec.restarts_max:
             on_change(ChildStatus(spec.name, ChildState.FAILED, reason, restarts, error))

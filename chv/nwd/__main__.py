@@ -30,9 +30,10 @@ from chv.common.layout import Layout
 from chv.common.process import choose_provider, syscalls
 from chv.common.rpc import Server
 from chv.common.store import Store
+from chv.common.wire.hello import common_version
 from chv.common.wire.nwd import METHODS
 from chv.common.wire.nwd_policy import POLICY_METHODS
-from chv.common.wire.types import HELLO, PROTOCOL_VERSIONS, HelloReply, HelloRequest
+from chv.common.wire.types import HELLO, HelloReply, HelloRequest
 from chv.nwd import runfiles
 from chv.nwd.blueprint import Settings
 from chv.nwd.bounds import connections_default
@@ -104,11 +105,11 @@ def _connections_max() -> int:
 def _hello(
     layout: Layout, server: Server
 ) -> Callable[[HelloRequest], Coroutine[None, None, HelloReply]]:
-    async def hello(_request: HelloRequest) -> HelloReply:
+    async def hello(request: HelloRequest) -> HelloReply:
         return HelloReply(
             daemon=DAEMON,
             version=VERSION,
-            protocol=PROTOCOL_VERSIONS[-1],
+            protocol=common_version(request),
             instance=layout.instance,
             boot_id=boot_id(),
             pid=os.getpid(),

@@ -29,8 +29,9 @@ from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server
 from chv.common.store import Store
+from chv.common.wire.hello import common_version
 from chv.common.wire.stord import METHODS
-from chv.common.wire.types import HELLO, PROTOCOL_VERSIONS, HelloReply, HelloRequest
+from chv.common.wire.types import HELLO, HelloReply, HelloRequest
 from chv.stord.backends.registry import Backends
 from chv.stord.disks import Disks
 from chv.stord.events import Events
@@ -114,11 +115,11 @@ async def _bring_up(server: Server, service: Service, keeper: Keeper) -> None:
 def _hello(
     layout: Layout, server: Server
 ) -> Callable[[HelloRequest], Coroutine[None, None, HelloReply]]:
-    async def hello(_request: HelloRequest) -> HelloReply:
+    async def hello(request: HelloRequest) -> HelloReply:
         return HelloReply(
             daemon=DAEMON,
             version=VERSION,
-            protocol=PROTOCOL_VERSIONS[-1],
+            protocol=common_version(request),
             instance=layout.instance,
             boot_id=boot_id(),
             pid=os.getpid(),

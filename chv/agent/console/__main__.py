@@ -35,6 +35,7 @@ from chv.common.errors import Conflict, Unavailable
 from chv.common.files import FileLock
 from chv.common.layout import Layout
 from chv.common.rpc import Server
+from chv.common.wire.hello import common_version
 from chv.common.wire.types import HELLO, Done, Empty, HelloReply, HelloRequest
 
 log = logs.get("chv.console")
@@ -59,7 +60,7 @@ class Holder:
         return HelloReply(
             daemon="console",
             version=VERSION,
-            protocol=1,
+            protocol=common_version(request),
             instance=self._layout.instance,
             boot_id=boot_id(),
             pid=os.getpid(),

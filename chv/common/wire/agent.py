@@ -333,11 +333,13 @@ class DaemonStatus(Reply, frozen=True, kw_only=True):
     """A daemon as the agent supervises it."""
 
     name: str
-    state: str  # starting | ready | recovering | failed | stopped
+    # starting | recovering | ready | restarting (asked for) | hung | backoff | failed | stopped
+    state: str
     pid: int = 0
     restarts: int = 0
     since: str = ""
     message: str = ""
+    version: str = ""
 
 
 class VmmProbe(Reply, frozen=True, kw_only=True):

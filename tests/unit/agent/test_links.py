@@ -86,3 +86,57 @@ async def test_cancelled_caller_is_cancelled_and_not_told_of_a_loss() -> None:
     assert scope.cancelled_caught
     client.answer.set()
     assert await link.call(ASK, Empty()) == Done()
+
+
+async def test_call_waits_for_a_daemon_that_is_restarted_on_purpose() -> None:
+    link, _ = attached()
+    link.hold()
+    link.detach()
+    replies: list[Done] = []
+
+    async def ask() -> None:
+        replies.append(await link.call(ASK, Empty()))
+
+    after = SlowClient()
+    after.answer.set()
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            assert replies == []
+            link.attach(cast(Client, after))
+    assert replies == [Done()]
+
+
+async def test_call_that_waits_fails_when_the_daemon_does_not_come_back() -> None:
+    link, _ = attached()
+    link.hold()
+    link.detach()
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_refused, link)
+            await anyio.wait_all_tasks_blocked()
+            link.release()
+
+
+async def _refused(link: DaemonLink) -> None:
+    with pytest.raises(Unavailable):
+        await link.call(CHANGE, Empty())
+
+
+async def test_idle_returns_when_the_last_call_has_ended() -> None:
+    link, client = attached()
+    done: list[str] = []
+
+    async def change() -> None:
+        await link.call(CHANGE, Empty())
+        done.append("call")
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(change)
+            await client.asked.wait()
+            client.answer.set()
+            await link.idle()
+            done.append("idle")
+    assert done == ["call", "idle"]

@@ -15,6 +15,8 @@ from chv.common.supervise import (
     ChildSpec,
     ChildState,
     ChildStatus,
+    GivenUp,
+    PlannedRestart,
     RestartIntensityExceeded,
     backoff_s,
     supervise,
@@ -187,3 +189,25 @@ def test_restarts_never_exceed_the_intensity(
         assert len(within) <= restarts_max + 1
     assert gave_up or len(child.starts) == len(lives_s) + 1
     assert not gave_up or len(child.starts) <= len(lives_s)
+
+
+def test_a_restart_on_purpose_has_no_pause_and_counts_as_no_end() -> None:
+    child = Flaky([1.0] * 50, error=PlannedRestart)
+    seen, gave_up = observe(ChildSpec("c", child.run, restarts_max=2))
+    assert not gave_up
+    assert child.starts == pytest.approx([float(n) for n in range(51)])
+    assert {status.restarts for status in seen} == {0}
+    assert "backoff" not in states(seen)
+
+
+def test_an_error_that_no_restart_cures_ends_it_at_once() -> None:
+    child = Flaky([1.0, 1.0], error=LookupError)
+    told: list[ChildStatus] = []
+
+    async def main() -> None:
+        with pytest.raises(GivenUp, match="broke"):
+            await supervise(ChildSpec("c", child.run, hopeless=(LookupError,)), told.append)
+
+    virtual_time.run(main)
+    assert states(told) == ["starting", "ready", "failed"]
+    assert len(child.starts) == 1
