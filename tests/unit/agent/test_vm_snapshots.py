@@ -156,6 +156,7 @@ async def test_unknown_snapshot_is_not_found() -> None:
 
 async def test_vm_is_held_by_its_snapshots_and_deleted_after_them() -> None:
     async with open_bench() as bench:
+        bench.machine.host.stord.job_s = (0.1,)
         await running(bench)
         await take(bench)
         for kind, name in (("VirtualMachine", "web"), ("Volume", "data")):
