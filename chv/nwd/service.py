@@ -6,7 +6,15 @@ from chv.common.errors import ChvError
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import nwd as wire
 from chv.common.wire import nwd_policy
-from chv.common.wire.types import CENSUS, CensusReply, Done, Empty, Feature
+from chv.common.wire.types import (
+    CENSUS,
+    REAP_UNEXPLAINED,
+    CensusReply,
+    Done,
+    Empty,
+    Feature,
+    ReapUnexplained,
+)
 from chv.nwd import node_addresses, stats
 from chv.nwd.census import census
 from chv.nwd.events import Events, Shown
@@ -16,6 +24,7 @@ from chv.nwd.keeper import Keeper
 from chv.nwd.networks import Networks
 from chv.nwd.nics import Nics
 from chv.nwd.probe import missing, probe
+from chv.nwd.reaping import reap
 from chv.nwd.watching import Watching
 
 PROBLEMS_SHOWN_MAX = 256
@@ -40,6 +49,7 @@ class Service:
     def register(self, server: Server) -> None:
         """Add every handler but Hello's."""
         server.add(CENSUS, self.census)
+        server.add(REAP_UNEXPLAINED, self.reap)
         server.add(wire.ENSURE_NETWORK, self.ensure)
         server.add(wire.CHECK_NETWORK, self.check)
         server.add(wire.DELETE_NETWORK, self.delete)
@@ -174,6 +184,10 @@ class Service:
     async def census(self, _request: Empty) -> CensusReply:
         """See the wire."""
         return CensusReply(items=await census(self._parts))
+
+    async def reap(self, request: ReapUnexplained) -> Done:
+        """See the wire."""
+        return await reap(self._parts, request)
 
     async def health(self, _request: Empty) -> wire.NwdHealth:
         """See the wire."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+from chv.common import evidence
 from chv.common.ids import short_uid
 from chv.common.layout import Layout
 from chv.common.process import Provider
 from chv.common.wire.types import CensusItem
+from chv.stord.backends.disk_files import NEW, OLD
 from chv.stord.backends.file import FileBackend
 from chv.stord.proxy import command
 from chv.stord.records import Records
@@ -30,49 +32,54 @@ def census(
 
 
 def _processes(layout: Layout, records: Records, provider: Provider) -> list[CensusItem]:
-    known = {row.worker_id for row in records.backends.values()}
-    known |= {row.proxy_id for row in records.attachments.values()}
-    return [
-        CensusItem(
-            kind="process",
-            name=found.worker_id,
-            owner=_owner(found.worker_id.split(":")[3], list(records.backends)),
-            known=found.worker_id in known,
-            detail=f"pid {found.pid} uid {found.uid} {found.executable}",
-        )
+    # Looked for first: what is started meanwhile has its record before it is there.
+    found = [
+        each
         for kind in (WORKER_KIND, command.WORKER_KIND)
-        for found in provider.find(f"{layout.worker_prefix}{kind}:")
+        for each in provider.find(f"{layout.worker_prefix}{kind}:")
+    ]
+    known = {row.worker_id for row in list(records.backends.values())}
+    known |= {row.proxy_id for row in list(records.attachments.values())}
+    return [
+        evidence.process_item(
+            each,
+            owner=_owner(each.worker_id.split(":")[3], list(records.backends)),
+            known=each.worker_id in known,
+        )
+        for each in found
     ]
 
 
 def _run_files(layout: Layout, records: Records) -> list[CensusItem]:
     """Sockets of ours and the storage daemons' directories below `vm/`."""
+    found = [(directory, _children(directory)) for directory in _children(layout.vms)]
     exports = {
-        layout.export(row.vm_id, row.volume_id): row.vm_id for row in records.attachments.values()
+        layout.export(row.vm_id, row.volume_id) for row in list(records.attachments.values())
     }
-    private = {layout.qsd(vm_id): vm_id for vm_id in records.backends}
+    vm_ids = list(records.backends)
+    private = {layout.qsd(vm_id) for vm_id in vm_ids}
     items = []
-    for directory in _children(layout.vms):
-        owner = _owner(directory.name, list(records.backends))
-        for path in _children(directory):
+    for directory, paths in found:
+        owner = _owner(directory.name, vm_ids)
+        for path in paths:
             if path.name == layout.qsd("x").name:
                 known = path in private
-                items.append(CensusItem(kind="file", name=str(path), owner=owner, known=known))
+                items.append(evidence.path_item("file", path, owner=owner, known=known))
             elif _is_socket(path):
                 known = path in exports
-                items.append(CensusItem(kind="socket", name=str(path), owner=owner, known=known))
+                items.append(evidence.path_item("socket", path, owner=owner, known=known))
     return items
 
 
 def _volumes(records: Records, files: FileBackend) -> list[CensusItem]:
+    names = files.found()
     return [
-        CensusItem(
-            kind="file",
-            name=str(files.home(name)),
-            owner=name,
-            known=name in records.volumes,
+        evidence.path_item(
+            "file", files.home(name), owner=owner, known=owner in records.volumes, data=True
         )
-        for name in files.found()
+        for name in names
+        # What is being built or removed stands beside the volume under its name with a suffix.
+        for owner in (name.removesuffix(NEW).removesuffix(OLD),)
     ]
 
 

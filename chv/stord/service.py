@@ -15,6 +15,7 @@ from chv.common.rpc import CallContext, Server
 from chv.common.wire import stord as wire
 from chv.common.wire.types import (
     CENSUS,
+    REAP_UNEXPLAINED,
     CensusReply,
     Done,
     Empty,
@@ -22,7 +23,6 @@ from chv.common.wire.types import (
 )
 from chv.stord.attaching import Attaching, Gates
 from chv.stord.backends.file import FileBackend
-from chv.stord.census import census
 from chv.stord.clones import Copies
 from chv.stord.events import Events
 from chv.stord.filler import Filler
@@ -33,6 +33,7 @@ from chv.stord.keeper import Keeper
 from chv.stord.locks import KeyedLocks
 from chv.stord.looks import Looks
 from chv.stord.qsd import graph
+from chv.stord.reaping import Reaping
 from chv.stord.reports import Reports
 from chv.stord.restarting import Restarting
 from chv.stord.sessions import Sessions, state_of
@@ -63,6 +64,7 @@ class Service:
         self._files = files
         self._events = events
         self._locks = KeyedLocks()
+        self._reaping = Reaping(parts, self._records, files, self._locks)
         self.space = SpaceMonitor(parts, events)
         self._reports = Reports(keeper, self._volumes, self.space)
         self._snapshots = SnapshotService(
@@ -83,6 +85,7 @@ class Service:
     def register(self, server: Server) -> None:
         """Add every handler but Hello's."""
         server.add(CENSUS, self.census)
+        server.add(REAP_UNEXPLAINED, self._reaping.reap)
         server.add(wire.OPEN_VOLUME, self.open_volume)
         server.add(wire.CLOSE_VOLUME, self.close_volume)
         server.add(wire.DELETE_VOLUME, self.delete_volume)
@@ -219,10 +222,7 @@ class Service:
     # --- the daemon
     async def census(self, _request: Empty) -> CensusReply:
         """See the wire."""
-        items = await anyio.to_thread.run_sync(
-            census, self._parts.layout, self._records, self._parts.provider, self._files
-        )
-        return CensusReply(items=items)
+        return CensusReply(items=await self._reaping.items())
 
 
 async def probe_binary(binary: str) -> Feature:

@@ -15,6 +15,7 @@ from chv.common.rpc import Method
 from chv.common.wire.types import (
     CENSUS,
     HELLO,
+    REAP_UNEXPLAINED,
     CallMeta,
     ConnectionsMax,
     DnsName,
@@ -312,6 +313,7 @@ NWD_HEALTH = Method("GetHealth", Empty, NwdHealth, timeout_s=5.0, mutating=False
 METHODS = (
     HELLO,
     CENSUS,
+    REAP_UNEXPLAINED,
     ENSURE_NETWORK,
     CHECK_NETWORK,
     DELETE_NETWORK,

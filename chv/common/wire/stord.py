@@ -63,6 +63,7 @@ from chv.common.wire.stord_watch import (
 from chv.common.wire.types import (
     CENSUS,
     HELLO,
+    REAP_UNEXPLAINED,
     CallMeta,
     Done,
     Empty,
@@ -364,6 +365,7 @@ GET_METRICS = Method("GetMetrics", Empty, StorageMetrics, mutating=False)
 METHODS = (
     HELLO,
     CENSUS,
+    REAP_UNEXPLAINED,
     OPEN_VOLUME,
     CLOSE_VOLUME,
     DELETE_VOLUME,

@@ -137,7 +137,8 @@ class CensusItem(Reply, frozen=True, kw_only=True):
     """One thing of this instance that a daemon found in the kernel or on disk.
 
     `known`: a record of ours explains it. `owner` is the uid that its name carries, where it can
-    be told.
+    be told. Of what nothing explains: `identity` tells it from another of its kind and name,
+    `evidence` says what it is, `data` that it may be a tenant's data.
     """
 
     kind: str  # process | netns | link | nft | socket | mount | file | cgroup
@@ -145,12 +146,27 @@ class CensusItem(Reply, frozen=True, kw_only=True):
     owner: str = ""
     known: bool = True
     detail: str = ""
+    identity: str = ""
+    evidence: dict[str, str] = {}
+    data: bool = False
 
 
 class CensusReply(Reply, frozen=True, kw_only=True):
     """Everything of this daemon's kinds, whether known or not."""
 
     items: list[CensusItem] = []
+
+
+class ReapUnexplained(Message, frozen=True, kw_only=True):
+    """Remove one thing of a census that no record explains, if it still is that thing.
+
+    `data`: also where it may be a tenant's data.
+    """
+
+    kind: ShortText
+    name: PathText
+    identity: ShortText
+    data: bool = False
 
 
 class Feature(Reply, frozen=True, kw_only=True):
@@ -163,3 +179,4 @@ class Feature(Reply, frozen=True, kw_only=True):
 
 HELLO = Method("Hello", HelloRequest, HelloReply, timeout_s=5.0, mutating=False)
 CENSUS = Method("Census", Empty, CensusReply, timeout_s=15.0, mutating=False)
+REAP_UNEXPLAINED = Method("ReapUnexplained", ReapUnexplained, Done, timeout_s=45.0)

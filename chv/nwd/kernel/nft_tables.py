@@ -16,7 +16,7 @@ from chv.nwd.nft.standing import Standing, StandingSet, TableKey
 _TABLES, _CHAINS, _SETS, _OBJECTS, _FLOWTABLES = (10 << 8 | kind for kind in (1, 4, 10, 19, 23))
 _ANY = struct.pack("=BBH", 0, 0, 0)
 _FAMILIES = {1: "inet", 2: "ip", 3: "arp", 5: "netdev", 7: "bridge", 10: "ip6"}
-_TABLE_NAME, _TABLE_FLAGS, _TABLE_COMMENT = 1, 2, 6
+_TABLE_NAME, _TABLE_FLAGS, _TABLE_HANDLE, _TABLE_COMMENT = 1, 2, 4, 6
 _OF_TABLE = 1  # of chains, sets, objects and flowtables alike
 _CHAIN_NAME, _CHAIN_HOOK = 3, 4
 _SET_NAME, _SET_FLAGS = 2, 3
@@ -38,6 +38,18 @@ def read(asker: socket.socket, tables: Collection[TableKey]) -> dict[TableKey, S
             for table, _ in _of(asker, kind, found):
                 table.is_plain = False
     return found
+
+
+def names(asker: socket.socket) -> list[tuple[TableKey, int]]:
+    """Return family, name and handle of every table in the namespace of a socket."""
+    with translated("listing nft tables"):
+        return [
+            (
+                (family, _text(each[_TABLE_NAME])),
+                int.from_bytes(each.get(_TABLE_HANDLE, b""), "big"),
+            )
+            for family, each in _dump(asker, _TABLES)
+        ]
 
 
 def _read_tables(asker: socket.socket, tables: Collection[TableKey]) -> dict[TableKey, Standing]:

@@ -89,6 +89,11 @@ class Nft:
         """Remove our tables."""
         await anyio.to_thread.run_sync(self._run, path, ruleset.removal())
 
+    async def delete_table(self, path: str, family: str, handle: int) -> None:
+        """Remove one table by its number, which no other of the namespace ever gets."""
+        text = f"delete table {family} handle {handle}"
+        await anyio.to_thread.run_sync(self._run, path, text)
+
     async def list(self, path: str, command: str) -> str:
         """Return what `list ...` prints; empty where the thing is not there."""
         return await anyio.to_thread.run_sync(partial(self._list, path, command))
