@@ -28,6 +28,7 @@ from chv.agent.engine import Engine
 from chv.agent.guest_access import GuestProbe
 from chv.agent.images import Images
 from chv.agent.node import Node, NodeState, Predicate
+from chv.agent.node_gate import NodeGate
 from chv.agent.ports import Gate, Limits, World
 from chv.agent.probes import Probes, settings_of
 from chv.agent.saves import Saves
@@ -47,6 +48,7 @@ from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS, CollectImages
 from chv.common.wire.agent_history import HISTORY_METHODS
+from chv.common.wire.agent_node import NODE_METHODS
 from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
@@ -58,32 +60,13 @@ HOST_CHECK_EVERY_S = 30.0
 COLLECT_EVERY_S = 3600.0
 
 
-class NodeGate:
-    """The engine's `Gate` on the node's state machine."""
-
-    CREATING = frozenset({"create", "start", "restart", "update"})
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def check(self, verb: str) -> None:
-        """Raise where the node's state forbids the verb."""
-        if verb in self.CREATING:
-            self._node.require_create(verb)
-        else:
-            self._node.require_alive(verb)
-
-    def starts_allowed(self) -> bool:
-        """Whether VMs may be started now."""
-        return self._node.state is NodeState.TENANT_READY
-
-
 class Agent:
     """Everything that the tasks share."""
 
     def __init__(self, config_path: Path, config: Config, layout: Layout) -> None:
         self.config, self.layout = config, layout
         self.clock, self.ids = SystemClock(), Ids()
+        self._host_due = anyio.Event()  # set where the state waits for a look at the host
         self.node = Node(self.clock, self._on_state)
         self.daemons = Daemons(
             config_path,
@@ -133,6 +116,7 @@ class Agent:
             limits=Limits(
                 vms_max=limits.vms_max,
                 parallel_starts=limits.parallel_starts,
+                parallel_drains=limits.parallel_drains,
                 restarts_max=limits.restarts_max,
                 restart_window_s=limits.restart_window_s,
             ),
@@ -154,6 +138,8 @@ class Agent:
         log.info("node.state", state=state, transition=self.node.transitions[-1])
         if state is NodeState.TENANT_READY and self.engine is not None:
             self.engine.notify_daemon_ready("node")
+        if state is NodeState.BOOTSTRAPPING:
+            self._host_due.set()
 
     # --- tasks
     async def watch_storage(self) -> None:
@@ -195,8 +181,10 @@ class Agent:
     async def watch_host(self) -> None:
         """Keep the host predicate true to the machine."""
         while True:
+            self._host_due = anyio.Event()
             await self.check_host()
-            await anyio.sleep(HOST_CHECK_EVERY_S)
+            with anyio.move_on_after(HOST_CHECK_EVERY_S):
+                await self._host_due.wait()
 
     async def check_host(self) -> None:
         """Look once."""
@@ -225,7 +213,7 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
     make_directories(layout, config)
     with FileLock.acquire(layout.lock("agent")):
         agent = Agent(config_path, config, layout)
-        methods = (*METHODS, *HISTORY_METHODS)
+        methods = (*METHODS, *HISTORY_METHODS, *NODE_METHODS)
         server = Server("agent", methods, allow_uids=frozenset(config.api.allow_uids))
         server.recovering = "reading the store"
         add_hello(server, layout)
@@ -252,11 +240,11 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
 async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> None:
     """Bring the node up in the order of its state machine."""
     assert agent.engine is not None
+    await agent.engine.load()  # first of all: it says whether the node is drained
     agent.node.bootstrap()
     await agent.check_host()
     await agent.images.recover()
     await anyio.to_thread.run_sync(agent.seeds.operator_key)
-    await agent.engine.load()
     agent.node.observe(Predicate.STORE, holds=True, reason="Read")
     server.recovering = None
     for task in (

@@ -61,6 +61,7 @@ class Context:
         self.stord: Caller = _Limited(world.stord, ledger)
         self.nwd: Caller = _Limited(world.nwd, ledger)
         self.starts = StartQueue(world.limits.parallel_starts, wake)
+        self.drains = StartQueue(world.limits.parallel_drains, wake)  # stops of a drained node
         self.strangers: dict[str, str] = {}  # short uid of a VM -> worker id nobody recorded
         self.volumes = Listing(lambda: self.stord.call(stord.LIST_VOLUMES, Empty()))
         self.sessions = Listing(lambda: self.stord.call(stord.LIST_SESSIONS, Empty()))

@@ -17,6 +17,7 @@ from anyio.abc import TaskStatus
 from chv.agent import queries
 from chv.agent.actors import Reconciler, Worker, Workers
 from chv.agent.context import Context
+from chv.agent.draining import NodeDesk
 from chv.agent.history import History
 from chv.agent.image.imports import ImageImports
 from chv.agent.image.reconciler import ImageReconciler
@@ -71,6 +72,7 @@ class Engine:
         self.keys = Keys(self._context)
         self.history = History(self._context, self._mutations.apply)
         self.why = Why(self._context, self.history)
+        self.node = NodeDesk(self._context)
         self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:
@@ -86,11 +88,13 @@ class Engine:
         async with anyio.create_task_group() as group:
             self._workers.attach(group)
             self._look_at_all()
+            group.start_soon(self.node.run)
             task_status.started()
             await anyio.sleep_forever()
 
     def _look_at_all(self) -> None:
-        """Every object has a worker, also one whose coming was stored without a reply."""
+        """Memory was read: node and objects follow it, also what was stored without a reply."""
+        self.node.follow()
         for stored in self._ledger.tables.objects.values():
             self._workers.ensure(stored)
 

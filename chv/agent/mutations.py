@@ -15,6 +15,7 @@ from chv.agent import queries
 from chv.agent.actors import Workers
 from chv.agent.admission import Admitted, admit, ordered
 from chv.agent.admission_rules import check_delete
+from chv.agent.apply_verbs import verbs_of
 from chv.agent.cascade import marked_deleting
 from chv.agent.context import Context
 from chv.agent.keys import exists
@@ -73,10 +74,10 @@ class Mutations:
 
     async def apply(self, request: api.Apply) -> api.ApplyReply:
         """Check all objects, then store all."""
-        self._context.world.gate.check("create")
         parsed = [parse(raw) for raw in request.objects]
         unsaid = silent(parsed, request.objects)
         resources = ordered(parsed)
+        self._check_verbs(keep_stopped(self._context.ledger.tables, resources, unsaid))
         digest = _digest("apply", *map(encode, resources))
         await self._check_networks(resources)
         await check_exposures(self._context, resources)
@@ -89,6 +90,7 @@ class Mutations:
             if known is not None:
                 return msgspec.json.decode(known.reply, type=api.ApplyReply)
             meant = keep_stopped(ledger.tables, resources, unsaid)
+            self._check_verbs(meant)
             admitted = admit(self._context, meant, request.requester, request.reason)
             if admitted.changes:
                 await self.refuse_when_short()
@@ -100,6 +102,14 @@ class Mutations:
                 await ledger.commit_held(*admitted.changes, *remembered)
         self._start(admitted)
         return reply
+
+    def _check_verbs(self, resources: list[Resource]) -> None:
+        """Refuse what the node's state forbids; once more under the lock, for it may change."""
+        for resource in resources:
+            metadata, tables = resource.metadata, self._context.ledger.tables
+            before = tables.find(resource.kind, metadata.namespace, metadata.name)
+            for verb in sorted(verbs_of(before, resource)):
+                self._context.world.gate.check(verb)
 
     async def refuse_when_short(self) -> None:
         """The reserve is for deletions and for the VMs that run."""
@@ -229,6 +239,7 @@ class Mutations:
             stored = queries.require(
                 self._context, "VirtualMachine", request.namespace, request.name
             )
+            self._context.world.gate.check(request.verb.value)  # it may have changed meanwhile
             operation = self._context.operations.new(
                 request.verb.value, stored, request.requester, request.reason
             )

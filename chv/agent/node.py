@@ -1,8 +1,9 @@
 """The node's state machine: one table, one writer, readiness recomputed and never remembered.
 
 `TABLE` is the whole of it; a pair that it does not list raises. `RECOMPUTE` stands for "the
-highest state that the predicates allow". Pure but for the injected clock; who may do what in
-which state is `NodeState`'s affair too, so that the rule has one home.
+highest state that the predicates allow". What an operator wants is durable (`node_record`) and
+followed: an agent that finds it recorded begins in that state. Pure but for the injected clock;
+who may do what in which state is in `node_rules`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from chv.agent.node_record import NodeIntent
 from chv.common.clock import Clock, timestamp
 from chv.common.errors import FailedPrecondition
 from chv.common.wire.agent import NodeCondition
@@ -65,8 +67,10 @@ class Predicate(StrEnum):
 
 RECOMPUTE = None
 _S, _E = NodeState, NodeEvent
+RECORDED = {NodeIntent.DRAIN: _S.DRAINING, NodeIntent.MAINTAIN: _S.MAINTENANCE}
 _LOSABLE = (_S.HOST_READY, _S.STORAGE_READY, _S.NETWORK_READY, _S.TENANT_READY)
 _UNMOVED = (_S.DISCOVERED, _S.DRAINING, _S.MAINTENANCE, _S.FAILED)
+_STANDING = (_S.DISCOVERED, _S.DRAINING, _S.MAINTENANCE)
 
 
 def _table() -> dict[NodeState, dict[NodeEvent, NodeState | None]]:
@@ -148,6 +152,8 @@ class Node:
     state: NodeState = NodeState.DISCOVERED
     since: str = ""
     transitions: deque[str] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_MAX))
+    intent: NodeIntent = NodeIntent.SERVE
+    _why: str = ""  # who wants it so
     _facts: dict[Predicate, _Fact] = field(
         default_factory=lambda: {predicate: _Fact() for predicate in Predicate}
     )
@@ -161,8 +167,26 @@ class Node:
         return frozenset(predicate for predicate, fact in self._facts.items() if fact.holds)
 
     def bootstrap(self) -> None:
-        """Leave Discovered."""
-        self._step(NodeEvent.BOOTSTRAP, "agent started")
+        """Leave Discovered: to where the record says, else to Bootstrapping."""
+        recorded = RECORDED.get(self.intent)
+        if recorded is None:
+            self._step(NodeEvent.BOOTSTRAP, "agent started")
+        else:
+            self._enter(recorded, f"as recorded: {self._why}")
+
+    def follow(self, intent: NodeIntent, why: str = "") -> None:
+        """Do what is wanted of the node by now. Idempotent; in Failed only a reset leads on."""
+        self.intent, self._why = intent, why
+        self._obey()
+
+    def allows(self, event: NodeEvent) -> bool:
+        """Tell whether an operator's wish makes sense now.
+
+        What is recorded can be taken back as well while the node is on its way there.
+        """
+        on_its_way = self.intent is not NodeIntent.SERVE and self.state is not _S.FAILED
+        taken_back = event in (_E.RESUME, _E.DRAIN_CANCELLED) and self.state not in _STANDING
+        return event in TABLE[self.state] or (taken_back and on_its_way)
 
     def reset(self) -> None:
         """Leave Failed on an operator's word."""
@@ -170,6 +194,7 @@ class Node:
             raise FailedPrecondition(f"the node is {self.state}, only Failed can be reset")
         self._step(NodeEvent.RESET, "operator's reset")
         self._climb()
+        self._obey()
 
     def fatal(self, reason: str) -> None:
         """Give up until an operator resets the node."""
@@ -195,6 +220,22 @@ class Node:
         elif holds and self.state is _S.DEGRADED:
             self._step(NodeEvent.PREDICATE_BACK, f"{predicate} back: {reason}")
         self._climb()
+        self._obey()
+
+    def _obey(self) -> None:
+        """Go where the operator wants the node, as far as the table leads there from here."""
+        if self.intent is NodeIntent.SERVE:
+            if self.state is _S.DRAINING:
+                self._step(NodeEvent.DRAIN_CANCELLED, self._why)
+            elif self.state is _S.MAINTENANCE:
+                # The host may be another by now: its checks lead out of Bootstrapping.
+                self._facts[Predicate.HOST] = _Fact()
+                self._step(NodeEvent.RESUME, self._why)
+            return
+        if self.state in (_S.TENANT_READY, _S.DEGRADED):
+            self._step(NodeEvent.DRAIN, self._why)
+        if self.intent is NodeIntent.MAINTAIN and self.state is _S.DRAINING:
+            self._step(NodeEvent.DRAINED, self._why)
 
     def _needed(self, predicate: Predicate) -> bool:
         """Whether the state rests on the predicate: losing one not yet reached is no loss."""
@@ -212,9 +253,11 @@ class Node:
             self._step(event, self._facts[predicate].reason)
 
     def _step(self, event: NodeEvent, reason: str) -> None:
-        before = self.state
-        self.state = next_state(before, event, self.held)
-        if self.state is before:
+        self._enter(next_state(self.state, event, self.held), reason)
+
+    def _enter(self, state: NodeState, reason: str) -> None:
+        before, self.state = self.state, state
+        if state is before:
             return
         self.since = timestamp(self.clock.now())
         self.transitions.append(f"{self.since} {before} -> {self.state}: {reason}")
@@ -233,21 +276,18 @@ class Node:
             for predicate, fact in self._facts.items()
         ]
 
-    # --- who may do what
-    def require_create(self, what: str) -> None:
-        """Raise FailedPrecondition unless new objects may be made and VMs started."""
-        if self.state is not NodeState.TENANT_READY:
-            raise self._refusal(what)
-
-    def require_alive(self, what: str) -> None:
-        """Raise FailedPrecondition in Failed, the one state in which nothing is done."""
-        if self.state is NodeState.FAILED:
-            raise self._refusal(what)
-
-    def _refusal(self, what: str) -> FailedPrecondition:
+    @property
+    def why(self) -> str:
+        """Return who brought the node here and why, or which predicates are missing."""
+        if self.state in RECORDED.values():
+            return self._why
         missing = [str(predicate) for predicate in Predicate if predicate not in self.held]
-        why = f"; missing: {', '.join(missing)}" if missing else ""
-        hint = "see `chv node status`"
-        if self.state is NodeState.FAILED:
-            hint += ", then `chv node reset`"
-        return FailedPrecondition(f"{what} refused: the node is {self.state}{why}", hint=hint)
+        found = [f"missing: {', '.join(missing)}"] if missing else []
+        if self.intent is not NodeIntent.SERVE:
+            found.append(f"goes to {RECORDED[self.intent]} {self._why}")
+        return "; ".join(found)
+
+    @property
+    def serves(self) -> bool:
+        """Tell whether VMs may be started."""
+        return self.state is _S.TENANT_READY and self.intent is NodeIntent.SERVE

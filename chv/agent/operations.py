@@ -82,12 +82,14 @@ class Operations:
         """Return the operation under way that makes an object as wanted."""
         return self._ledger.tables.active_operation(uid)
 
-    async def require(self, stored: StoredObject, verb: str = "reconcile") -> Operation:
+    async def require(
+        self, stored: StoredObject, verb: str = "reconcile", reason: str = ""
+    ) -> Operation:
         """Return the operation under way, or begin one of the node's own."""
         async with self._ledger.writing():
             operation = self.current(stored.uid)
             if operation is None:
-                operation = self.new(verb, stored, SYSTEM)
+                operation = self.new(verb, stored, SYSTEM, reason)
                 await self._ledger.commit_held(PutOperation(operation=operation))
             return operation
 

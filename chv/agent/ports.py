@@ -16,6 +16,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from chv.agent.node import NodeEvent
+from chv.agent.node_record import NodeRecord
 from chv.common.clock import Clock
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -395,14 +397,19 @@ class Gate(Protocol):
     """The node's state as the engine needs it."""
 
     def check(self, verb: str) -> None:
-        """Raise FailedPrecondition or Unavailable where the node's state forbids the verb.
-
-        Verbs: create, start, stop, restart, reset, delete, update.
-        """
+        """Raise FailedPrecondition where the node's state forbids the verb (`node_rules`)."""
         ...
 
     def starts_allowed(self) -> bool:
         """Tell whether VMs may be started now (TenantReady); asked before each start."""
+        ...
+
+    def allow(self, event: NodeEvent) -> None:
+        """Raise FailedPrecondition where an operator's wish leads nowhere from this state."""
+        ...
+
+    def follow(self, record: NodeRecord) -> None:
+        """Do what is recorded of the node by now; called after each change and each reading."""
         ...
 
 
@@ -412,6 +419,7 @@ class Limits:
 
     vms_max: int = 500
     parallel_starts: int = 4
+    parallel_drains: int = 8  # VMs that are stopped at a time while the node is drained
     restarts_max: int = 5
     restart_window_s: float = 600.0
     resync_s: float = 30.0  # full comparison with the world, whatever events say

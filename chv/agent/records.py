@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from chv.agent.generations import DELETED_MAX, Author, HistoryStore, PutGeneration
+from chv.agent.node_record import NodeRecord, PutNode
 from chv.agent.ports import VmmSelection
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState, OperationStep, VolumeVerb
@@ -228,6 +229,7 @@ class EndKind(StrEnum):
     """Why a VMM has ended or is being ended."""
 
     STOP = "stop"
+    DRAIN = "drain"  # the node is drained; the VM is still wanted
     RESTART = "restart"
     DELETE = "delete"
     GUEST_SHUTDOWN = "guest-shutdown"
@@ -401,6 +403,7 @@ Change = (
     | PutStep
     | PutRequest
     | PutGeneration
+    | PutNode
     | Prune
 )
 
@@ -412,6 +415,7 @@ class Snapshot(Record):
     objects: tuple[StoredObject, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     operations: tuple[Operation, ...] = ()  # active ones, with their steps
+    node: NodeRecord = NodeRecord()
 
 
 class AgentStore(HistoryStore, Protocol):

@@ -20,6 +20,7 @@ from chv.agent.history_api import HistoryApi
 from chv.agent.image.callers import path_refused, refuse_paths
 from chv.agent.network.watching import Watching
 from chv.agent.node import Node
+from chv.agent.node_record import Hold
 from chv.agent.ports import OnProgress
 from chv.agent.probes import Probes
 from chv.agent.seeds import Seeds
@@ -31,6 +32,7 @@ from chv.common.ids import short_uid
 from chv.common.layout import Layout
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent as api
+from chv.common.wire.agent_node import ACT_ON_NODE, ActOnNode, NodeHold, NodeVerbReply
 from chv.common.wire.hello import common_version
 from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, NwdHealth, OpenGuestConnection
 from chv.common.wire.stord import GET_METRICS, LIST_JOBS, JobsReply, StorageMetrics
@@ -88,6 +90,7 @@ class Service:
         server.add(api.WAIT_CONDITION, engine.wait_condition)
         server.add(api.NODE_STATUS, self.node_status, during_recovery=True)
         server.add(api.RESET_NODE, self.reset_node)
+        server.add(ACT_ON_NODE, self.act_on_node)
         server.add(api.OPEN_GUEST, self.open_guest)
         server.add(api.GET_GUEST_ACCESS, self.guest_access)
         server.add(api.READ_LOGS, self.read_logs)
@@ -118,6 +121,7 @@ class Service:
     async def node_status(self, request: Empty) -> api.NodeStatusReply:
         """State, daemons, VMMs and conditions of the node."""
         parts, node = self._parts, self._parts.node
+        record = self._engine.node.record
         return api.NodeStatusReply(
             name=parts.config.node.name,
             instance=self._layout.instance,
@@ -130,10 +134,13 @@ class Service:
             state_dir=str(self._layout.state),
             daemons=parts.daemons.statuses(),
             vmms=parts.probes.results(),
-            conditions=[*node.conditions(), *self._warnings()],
+            conditions=[*node.conditions(), _scheduling(record.paused), *self._warnings()],
             features=self._features(),
             counts=self._engine.counts(),
             transitions=list(node.transitions),
+            hold=_hold(record.hold) if record.holds_vms else None,
+            drain=self._engine.node.progress(),
+            scheduling_paused=_hold(record.paused),
         )
 
     def _features(self) -> list[Feature]:
@@ -160,6 +167,12 @@ class Service:
         self._parts.node.reset()
         self._parts.daemons.reset()
         return Done()
+
+    async def act_on_node(self, request: ActOnNode) -> NodeVerbReply:
+        """Drain, maintenance, resume, pause and resume scheduling."""
+        operation_id, joined = await self._engine.node.act(request)
+        state = self._parts.node.state
+        return NodeVerbReply(state=state, operation_id=operation_id, joined=joined)
 
     async def storage_metrics(self, request: Empty) -> StorageMetrics:
         """What stord counts, and what nobody does."""
@@ -287,6 +300,24 @@ class Service:
     def _vm_uids(self) -> set[str]:
         items = self._engine.list(api.ListObjects(kind="VirtualMachine")).items
         return {msgspec.json.decode(item)["metadata"]["uid"] for item in items}
+
+
+def _hold(hold: Hold | None) -> NodeHold | None:
+    """Return a hold for the status."""
+    return None if hold is None else NodeHold(**msgspec.structs.asdict(hold))
+
+
+def _scheduling(paused: Hold | None) -> api.NodeCondition:
+    """Return whether new VMs are kept away, and by whom."""
+    if paused is None:
+        return api.NodeCondition(type="SchedulingPaused", status="False", reason="NotAsked")
+    return api.NodeCondition(
+        type="SchedulingPaused",
+        status="True",
+        reason="AskedFor",
+        message=paused.words,
+        since=paused.since,
+    )
 
 
 def _teller(context: CallContext, step: str) -> OnProgress:

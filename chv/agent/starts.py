@@ -1,4 +1,4 @@
-"""The queue of starting VMs: at most so many at a time, the others see their position. Pure."""
+"""The queue of starting VMs, and that of VMs which a drain stops: so many at a time. Pure."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import msgspec
 
 from chv.agent import generation_sql
 from chv.agent.generations import Generation, GenerationRow, PutGeneration
+from chv.agent.node_record import NodeRecord, PutNode
 from chv.agent.records import (
     FACTS_TYPES,
     FINAL_STATES,
@@ -78,6 +79,10 @@ MIGRATIONS = (
             digest TEXT NOT NULL, reply BLOB NOT NULL) STRICT""",
     ),
     generation_sql.MIGRATION,
+    (
+        """CREATE TABLE node (
+            one INTEGER PRIMARY KEY CHECK (one = 1), body TEXT NOT NULL) STRICT""",
+    ),
 )
 
 
@@ -173,7 +178,13 @@ def _load(db: Connection) -> Snapshot:
             _decode(row["body"], WorkerRow) for row in db.execute("SELECT body FROM workers")
         ),
         operations=tuple(operation for operation in operations if operation is not None),
+        node=_node(db),
     )
+
+
+def _node(db: Connection) -> NodeRecord:
+    row = db.execute("SELECT body FROM node").fetchone()
+    return NodeRecord() if row is None else _decode(row["body"], NodeRecord)
 
 
 def _object(row: Row) -> StoredObject:
@@ -220,6 +231,8 @@ def _apply(db: Connection, change: Change) -> None:
             )
         case PutGeneration(generation=generation):
             generation_sql.put(db, generation)
+        case PutNode(record=record):
+            db.execute("INSERT OR REPLACE INTO node (one, body) VALUES (1, ?)", (_encode(record),))
         case Prune():
             _prune(db, change)
         case _:

@@ -18,6 +18,7 @@ from chv.agent.generations import (
     PutGeneration,
     with_generation,
 )
+from chv.agent.node_record import PutNode
 from chv.agent.records import (
     FINAL_STATES,
     Change,
@@ -65,6 +66,7 @@ class Tables:
         self.requests: dict[str, RequestRow] = {}
         self.tombstones: dict[str, Tombstone] = {}
         self.histories: dict[str, tuple[Generation, ...]] = {}  # oldest first
+        self.node = snapshot.node
 
     def apply(self, changes: tuple[Change, ...]) -> None:
         """Apply all changes, or raise and leave everything as it was."""
@@ -84,6 +86,7 @@ class Tables:
             objects=tuple(self.objects.values()),
             workers=tuple(self.workers.values()),
             operations=tuple(o for o in self.operations.values() if o.state not in FINAL_STATES),
+            node=self.node,
         )
 
     def active_operation(self, uid: str) -> Operation | None:
@@ -127,6 +130,10 @@ class Tables:
             case PutGeneration(generation=new):
                 known = self.histories.get(new.row.uid, ())
                 self._set(self.histories, new.row.uid, with_generation(known, new), undo)
+            case PutNode(record=record):
+                before = self.node
+                undo.append(lambda: setattr(self, "node", before))
+                self.node = record
             case Prune():
                 self._prune(change, undo)
             case _:

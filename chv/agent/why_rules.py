@@ -26,6 +26,7 @@ _BY_REASON = {
     ("VMMRunning", "GivenUp"): ("chv logs {me}", "chv start {name}"),
     ("VMMRunning", "Failed"): ("chv logs {me}", "chv start {name}"),
     ("VMMRunning", "BackOff"): ("chv logs {me}",),
+    ("VMMRunning", "HeldByNode"): ("chv node status", "chv node resume"),
     ("VMMRunning", "MonitorSilent"): ("chv restart {name} --force",),
     ("NetworkReady", "TapLost"): ("chv restart {name}",),
     ("NetworkReady", "NetworkUnavailable"): ("chv node status", "chv logs daemon/nwd"),

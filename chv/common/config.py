@@ -130,6 +130,7 @@ class LimitsConfig(_Table, frozen=True):
 
     vms_max: Annotated[int, Meta(ge=1, le=10_000)] = 200
     parallel_starts: Annotated[int, Meta(ge=1, le=256)] = 4
+    parallel_drains: Annotated[int, Meta(ge=1, le=256)] = 8
     restarts_max: Annotated[int, Meta(ge=0, le=1000)] = 5
     restart_window_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
 

@@ -26,6 +26,7 @@ from chv.common.errors import (
     Unavailable,
 )
 from chv.common.wire import agent as api
+from chv.common.wire.agent_node import ActOnNode, NodeVerb
 from chv.common.wire.types import API_VERSION
 
 LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
@@ -48,6 +49,7 @@ class Client:
         self._snapshots: dict[int, dict[str, Any]] = {}  # what is fixed at creation
         self.requests: list[dict[str, Any]] = [self._base()]
         self.requests += [self._request() for _ in range(count)]
+        self._ask_the_node(random.Random(generator.getstate()[1][0]))  # takes no draw of others
         self.position = 0
         self.acknowledged: dict[str, int] = {}  # uid -> generation
         self.operations: set[str] = set()
@@ -101,6 +103,11 @@ class Client:
                     verb=verb, name=name, requester="sim", idempotency_key=key, **rest
                 )
                 self.operations.add((await engine.act_on_volume(act)).operation.id)
+            case {"node": verb}:
+                wish = ActOnNode(verb=verb, requester="sim", reason="because")
+                operation_id, _ = await engine.node.act(wish)
+                if operation_id:
+                    self.operations.add(operation_id)
             case {"cancel": draw} if self.operations:
                 operation_id = sorted(self.operations)[draw % len(self.operations)]
                 await engine.cancel(api.CancelOperation(operation_id=operation_id, requester="sim"))
@@ -136,6 +143,23 @@ class Client:
         verb = self._random.choice(VERBS)
         force = verb in ("stop", "restart") and self._random.random() < 0.3
         return {"verb": api.VmVerb(verb), "name": f"vm{vm}", "force": force}
+
+    def _ask_the_node(self, draw: random.Random) -> None:
+        """In some of the schedules an operator asks for drains, and mostly takes them back soon."""
+        if draw.random() < 0.6:
+            return
+        for _ in range(draw.choice((1, 2))):
+            first = draw.choice([NodeVerb.DRAIN] * 3 + [NodeVerb.MAINTENANCE])
+            back = draw.choice([NodeVerb.CANCEL_DRAIN, NodeVerb.RESUME])
+            at = draw.randrange(1, len(self.requests) + 1)
+            self.requests.insert(at, {"node": first})
+            later = min(len(self.requests), at + 1 + draw.choice((0, 0, 1, 3)))
+            self.requests[later:later] = [{"node": back}] * draw.choice((1, 2))
+        if draw.random() < 0.3:
+            at = draw.randrange(1, len(self.requests) + 1)
+            pause = [{"node": NodeVerb.PAUSE_SCHEDULING}, {"node": NodeVerb.RESUME_SCHEDULING}]
+            self.requests[at:at] = [pause[0]]
+            self.requests.insert(draw.randrange(at + 1, len(self.requests) + 1), pause[1])
 
     def _victim(self) -> tuple[str, str]:
         kinds = ["VirtualMachine"] * 5 + ["Volume", "Network", "Image"] + ["VolumeSnapshot"] * 3

@@ -16,6 +16,7 @@ from chv.agent.vm.freeze import frozen
 from chv.common import virtual_time
 from chv.common.errors import ChvError, FailedPrecondition
 from chv.common.wire.agent import ActOnVm, VmVerb
+from chv.common.wire.agent_node import ActOnNode, NodeVerb
 from chv.common.wire.stord import CrashClass, StorageEvent
 from tests.sim.chaos import TIMEOUT_S, Chaos, is_kill, swarm
 from tests.sim.checks import problems
@@ -132,6 +133,7 @@ class Schedule:
             daemon.down_until = 0.0
         for volume in self.machine.host.stord.volumes.values():
             volume.full = False
+        await self._serve(engine)
         await self._resume(engine)
         if self.events_random.random() < 0.5:  # a hint as well, which may be lost
             engine.notify_daemon_ready("all")
@@ -143,6 +145,14 @@ class Schedule:
         before = self.chaos.effects
         await anyio.sleep(STILL_S)
         self.still_effects = self.chaos.effects - before
+
+    async def _serve(self, engine: Engine) -> None:
+        """An operator who has gone home left the node drained: it is to serve again."""
+        while engine.node.record.holds_vms:
+            for verb in (NodeVerb.CANCEL_DRAIN, NodeVerb.RESUME):
+                with suppress(ChvError):
+                    await engine.node.act(ActOnNode(verb=verb, requester="sim"))
+            await anyio.sleep(0.1)
 
     async def _resume(self, engine: Engine) -> None:
         """Let paused guests run on: what stands can let go of nothing."""

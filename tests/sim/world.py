@@ -8,8 +8,11 @@ from datetime import datetime, timedelta
 import anyio
 
 from chv.agent.generations import Generation, GenerationRow
+from chv.agent.node import Node, NodeEvent, NodeState, Predicate
+from chv.agent.node_gate import NodeGate
+from chv.agent.node_record import NodeIntent, NodeRecord, PutNode
 from chv.agent.ports import Limits, World
-from chv.agent.records import Change, PutOperation, RequestRow, Snapshot
+from chv.agent.records import Change, PutOperation, PutWorker, RequestRow, Snapshot
 from chv.agent.store_memory import MemoryStore
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -38,16 +41,37 @@ class SimClock:
 
 
 class SimGate:
-    """The node's gate; open but while a daemon is down."""
+    """The gate of the real node, all of whose predicates hold; shut while a daemon is down.
 
-    def __init__(self) -> None:
+    A node of each life: what was recorded of it is followed anew.
+    """
+
+    def __init__(self, clock: SimClock) -> None:
         self.open = True
+        self._clock = clock
+        self.node: Node
+        self._gate: NodeGate
+
+    def boot(self) -> None:
+        """A new life: the first thing that is followed is what the store says."""
+        self.node = Node(self._clock)
+        self._gate = NodeGate(self.node)
 
     def check(self, verb: str) -> None:
-        """Everything may be asked for."""
+        self._gate.check(verb)
 
     def starts_allowed(self) -> bool:
-        return self.open
+        return self.open and self._gate.starts_allowed()
+
+    def allow(self, event: NodeEvent) -> None:
+        self._gate.allow(event)
+
+    def follow(self, record: NodeRecord) -> None:
+        self._gate.follow(record)
+        if self.node.state is NodeState.DISCOVERED:
+            self.node.bootstrap()
+        for predicate in Predicate:
+            self.node.observe(predicate, holds=True, reason="Sim")
 
 
 class SimStore:
@@ -107,7 +131,7 @@ class Machine:
         self.host = SimHost(self._violate)
         self.store = MemoryStore()
         self.clock = SimClock()
-        self.gate = SimGate()
+        self.gate = SimGate(self.clock)
         self.seed = seed
         self.limits = limits or Limits(parallel_starts=2, restarts_max=3, restart_window_s=300.0)
         self.host.now = self.host.stord.now = self.clock.monotonic
@@ -146,10 +170,24 @@ class Machine:
 
     def commit(self, changes: tuple[Change, ...]) -> None:
         """Store the changes, and see that an operation succeeds only with what it is for."""
+        for change in changes:
+            self._check_held(change)
         self.store.tables.apply(changes)
         for change in changes:
             if isinstance(change, PutOperation):
                 self._check_success(change.operation)
+
+    def _check_held(self, change: Change) -> None:
+        """While the node is held no VMM is begun, and in Maintenance none is left."""
+        tables = self.store.tables
+        if isinstance(change, PutWorker) and tables.node.holds_vms:
+            row = tables.workers.get(change.row.vm_uid)
+            if row is None or row.worker_id != change.row.worker_id:
+                self._violate(f"node: a VMM is intended while {tables.node.words}")
+        if isinstance(change, PutNode) and change.record.intent is NodeIntent.MAINTAIN:
+            alive = [each.pid for each in self.host.processes.values() if each.alive]
+            if alive:
+                self._violate(f"node: Maintenance while VMMs {alive} live")
 
     def _check_success(self, operation: Operation) -> None:
         if operation.state is not OperationState.SUCCEEDED:
@@ -196,6 +234,7 @@ class Machine:
     def world(self) -> World:
         """Return the world for a new life."""
         chaos, life, host = self.chaos, self.chaos.life, self.host
+        self.gate.boot()
         stord = SimCaller(chaos, life, "stord", host.stord)
         nwd = SimCaller(chaos, life, "nwd", host.nwd)
         stord.now = nwd.now = self.clock.monotonic

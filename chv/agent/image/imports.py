@@ -63,7 +63,7 @@ class ImageImports:
 
     async def open_upload(self, request: api.OpenUpload) -> tuple[str, int]:
         """Begin an upload; the descriptor is the caller's."""
-        self._context.world.gate.check("create")
+        self._context.world.gate.check("define")
         await self._refuse_when_short()
         return self._context.world.images.open_upload(request.size_bytes_max)
 
@@ -91,7 +91,7 @@ class ImageImports:
 
     async def _check(self, request: ImportRequest) -> None:
         """Say so before a long copy, not after it."""
-        self._context.world.gate.check("create")
+        self._context.world.gate.check("define")
         _declared(request)
         stored = self._context.ledger.tables.find("Image", request.namespace, request.name)
         if stored is not None:

@@ -31,6 +31,7 @@ from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.disks import Asker, attach, detach
 from chv.agent.vm.ending import forget_worker
+from chv.agent.vm.exits import ASKED_FOR
 from chv.agent.vm.holding import run_on
 from chv.agent.vm.journal import NAMES, title
 from chv.agent.vm.ladder import Ladder
@@ -69,7 +70,8 @@ class Applier:
     async def apply(self, step: steps.Step) -> None:
         """Journal the step and do it."""
         name = NAMES[type(step)]
-        operation = await self._context.operations.require(self._stored)
+        verb = "drain" if self._desired.held else "reconcile"
+        operation = await self._context.operations.require(self._stored, verb, self._desired.held)
         self._operation_id = operation.id
         await self._context.operations.begin_step(operation.id, title(name, step))
         await failpoint(f"agent.vm.{name}.before")
@@ -385,10 +387,10 @@ class Applier:
         record = self._sight.record
         if record is None:
             raise Conflict("the process to stop is not there", resource=self._uid)
-        asked = Ending(kind=step.kind, reason=facts_of(self._stored).stop_reason)
-        ending = self._row.ending or asked
-        if step.kind in (EndKind.STOP, EndKind.DELETE, EndKind.RESTART, EndKind.RESTORE):
-            ending = asked
+        drained = step.kind is EndKind.DRAIN
+        reason = self._desired.held if drained else facts_of(self._stored).stop_reason
+        asked = Ending(kind=step.kind, reason=reason)
+        ending = asked if step.kind in ASKED_FOR else self._row.ending or asked
         await self._put_worker(ending=ending, record=record)
         timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")
         world, resume = self._context.world, partial(run_on, self._context, self._handle)

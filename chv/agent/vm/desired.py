@@ -68,12 +68,27 @@ def wants_to_run(vm: VirtualMachine, facts: VmFacts) -> bool:
             return True
 
 
+def _held(tables: Tables, stored: StoredObject) -> str:
+    """Say why a VM that is to run may not: the node lets none run.
+
+    One that is being saved or restored comes to the end of that first: what is half done could
+    leave it without its memory, or start it from disks that are not its own.
+    """
+    facts = facts_of(stored)
+    if not wants_to_run(vm_of(stored), facts):
+        return ""
+    busy = stored.uid in tables.workers and (facts.restore is not None or facts.saving)
+    return "" if busy else tables.node.words
+
+
 def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
     """Return what is wanted."""
     vm, facts = vm_of(stored), facts_of(stored)
+    held = _held(tables, stored)
     return DesiredVm(
         uid=stored.uid,
-        running=wants_to_run(vm, facts),
+        running=wants_to_run(vm, facts) and not held,
+        held=held,
         deleting=stored.deleting,
         replace_worker=facts.replace_worker,
         force_stop=facts.force_stop,
@@ -112,7 +127,7 @@ def _disks(tables: Tables, vm: VirtualMachine) -> tuple[DesiredDisk, ...]:
                 read_only=disk.read_only or shared,
                 shared=shared,
                 grow_now=_grow_now(volume) if volume is not None else "",
-                held=_held(volume) if volume is not None else "",
+                held=_at_rest(volume) if volume is not None else "",
             )
         )
     return tuple(found)
@@ -131,7 +146,7 @@ def _grow_now(volume: StoredObject) -> str:
     return request.operation_id
 
 
-def _held(volume: StoredObject) -> str:
+def _at_rest(volume: StoredObject) -> str:
     """Say which verb must not see the volume attached: what a guest wrote since would be lost."""
     request = volume.volume_facts.request if volume.volume_facts is not None else None
     return _AT_REST.get(request.verb, "") if request is not None else ""

@@ -11,7 +11,9 @@ from chv.agent.records import Ending, EndKind, RestoreRequest, VmFacts
 from chv.common.wire.resources import RunStrategy
 
 BACKOFF_S_MAX = 60.0
-ASKED_FOR = frozenset({EndKind.STOP, EndKind.RESTART, EndKind.RESTORE, EndKind.DELETE})
+ASKED_FOR = frozenset(
+    {EndKind.STOP, EndKind.DRAIN, EndKind.RESTART, EndKind.RESTORE, EndKind.DELETE}
+)
 
 
 class Follow(Enum):
@@ -93,6 +95,7 @@ def describe(ending: Ending, moment: str) -> str:
     """Return one line on how and why a VM stopped."""
     words = {
         EndKind.STOP: "stopped",
+        EndKind.DRAIN: "stopped with all VMs of the node",
         EndKind.RESTART: "stopped for a restart",
         EndKind.RESTORE: "stopped to be restored",
         EndKind.DELETE: "stopped for deletion",

@@ -52,6 +52,7 @@ class DesiredVm:
 
     uid: str
     running: bool
+    held: str = ""  # it is to run, and this is why the node lets no VM run
     deleting: bool = False
     replace_worker: str = ""
     force_stop: bool = False

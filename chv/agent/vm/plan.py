@@ -273,7 +273,7 @@ def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> S
     if desired.deleting:
         return StopStep(EndKind.DELETE, ask)
     if not desired.running:
-        return StopStep(EndKind.STOP, ask)
+        return StopStep(EndKind.DRAIN if desired.held else EndKind.STOP, ask)
     if desired.replace_worker == worker.worker_id:
         kind = EndKind.RESTORE if desired.restore else EndKind.RESTART
         return StopStep(kind, ask)

@@ -6,6 +6,8 @@ effects in `apply`. Errors go to the worker (`chv.agent.actors`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anyio.abc import TaskGroup
 
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
@@ -29,17 +31,19 @@ from chv.agent.vm.steps import (
     ResetStep,
     SpawnStep,
     Step,
+    StopStep,
     WaitStep,
 )
 from chv.common import logs
 from chv.common.errors import ChvError, OutcomeUnknown
 from chv.common.process.records import WorkerRecord
-from chv.common.wire.agent import OperationState
+from chv.common.wire.agent import Operation, OperationState
 from chv.vmm.driver import VmmState
 
 log = logs.get(__name__)
 
 QUEUED = Waiting(30.0)  # keeps its place in the start queue
+QUEUES = ("Queued", "DrainQueued")
 UNSEEN = Waiting(5.0)  # a daemon did not answer: what it knows of the VM is shown soon after
 OPERATION_S = 900.0  # after so long without success an operation fails; the node goes on trying
 
@@ -77,6 +81,7 @@ class VmReconciler:
         finally:
             if outcome != QUEUED:
                 self._context.starts.leave(self._uid)
+                self._context.drains.leave(self._uid)
         return outcome
 
     async def _look_and_act(self, stored: StoredObject) -> Outcome:
@@ -84,6 +89,8 @@ class VmReconciler:
         sight = await observe(self._context, stored, desired, self._memory)
         self._context.looked_at(self._uid)
         steps = self._admitted(plan(desired, sight.vm))
+        if desired.held and any(isinstance(step, StopStep) for step in steps):
+            steps = self._drained(steps, desired, sight)
         self._accompany(sight)
         await self._show(desired, sight, steps)
         return await self._carry_out(desired, sight, steps)
@@ -93,7 +100,7 @@ class VmReconciler:
         for step in steps:
             if isinstance(step, WaitStep):
                 await self._wait(step)
-                return QUEUED if step.reason == "Queued" else Waiting(step.retry_s)
+                return QUEUED if step.reason in QUEUES else Waiting(step.retry_s)
             if not self._still(desired):
                 return Again()
             await self._apply(applier, step)
@@ -142,6 +149,17 @@ class VmReconciler:
             return [WaitStep("VMMRunning", "Queued", message)]
         return steps
 
+    def _drained(self, steps: list[Step], desired: DesiredVm, sight: Sight) -> list[Step]:
+        """Hold back a stop of the node's drain until its turn; till then the VM is served."""
+        position = self._context.drains.enter(self._uid)
+        if position == 0:
+            return steps
+        served = plan(replace(desired, running=True, held=""), sight.vm)
+        if served and isinstance(served[-1], WaitStep):
+            return served
+        message = f"waits for its turn to be stopped, position {position}"
+        return [*served, WaitStep("VMMRunning", "DrainQueued", message)]
+
     async def _wait(self, step: WaitStep) -> None:
         await self._context.operations.note(self._uid, step.message)
         await self._expire()
@@ -153,6 +171,9 @@ class VmReconciler:
         if operation is None or stored is None:
             return
         facts = facts_of(stored)
+        if desired.held:
+            await self._settle_held(operation, desired)
+            return
         if facts.given_up or (operation.verb in ("start", "restart") and not desired.running):
             message = facts.given_up or facts.last_stop
             await self._context.operations.end(operation.id, OperationState.FAILED, message)
@@ -164,6 +185,19 @@ class VmReconciler:
         if pending and operation.verb == "update":
             message = f"stored; takes effect at the next start: {', '.join(pending)}"
         await self._context.operations.end(operation.id, OperationState.SUCCEEDED, message)
+
+    async def _settle_held(self, operation: Operation, desired: DesiredVm) -> None:
+        """It is down because the node lets no VM run: what wanted it up has not worked."""
+        if operation.verb == "restore":  # goes on when the node serves again
+            await self._context.operations.note(self._uid, desired.held)
+            await self._expire()
+            return
+        message, state = desired.held, OperationState.SUCCEEDED
+        if operation.verb in ("start", "restart"):
+            state = OperationState.FAILED
+        elif operation.verb in ("create", "update"):
+            message = f"stored; not started: {desired.held}"
+        await self._context.operations.end(operation.id, state, message)
 
     async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:
         """Show the error; a final one ends the operation."""

@@ -231,6 +231,8 @@ def _not_running(picture: Picture, wait: WaitStep | None) -> Condition:
         return condition("VMMRunning", False, "Failed", picture.problem)
     if facts.given_up:
         return condition("VMMRunning", False, "GivenUp", facts.given_up, facts.last_stop)
+    if picture.desired.held:
+        return condition("VMMRunning", False, "HeldByNode", picture.desired.held, facts.last_stop)
     if wait is not None:
         return condition("VMMRunning", False, wait.reason, wait.message)
     reason = "Starting" if picture.desired.running else "Stopped"

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from chv.common.errors import ErrorData
 from chv.common.rpc import Method
+from chv.common.wire.agent_node import DrainProgress, NodeHold
 from chv.common.wire.agent_watch import WATCH_METHODS
 from chv.common.wire.stord import JobsReply, StorageMetrics
 from chv.common.wire.types import (
@@ -371,7 +372,11 @@ class NodeCondition(Reply, frozen=True, kw_only=True):
 
 
 class NodeStatusReply(Reply, frozen=True, kw_only=True):
-    """`chv node status`."""
+    """`chv node status`.
+
+    `hold`: who drains it or has it in Maintenance, and why. `drain`: how far that is, while it is
+    under way. `scheduling_paused`: who keeps new VMs away.
+    """
 
     name: str
     instance: str
@@ -388,6 +393,9 @@ class NodeStatusReply(Reply, frozen=True, kw_only=True):
     features: list[Feature] = []
     counts: dict[str, int] = {}
     transitions: list[str] = []  # newest last, `TIME FROM -> TO: reason`
+    hold: NodeHold | None = None
+    drain: DrainProgress | None = None
+    scheduling_paused: NodeHold | None = None
 
 
 class OpenGuest(Message, frozen=True, kw_only=True):

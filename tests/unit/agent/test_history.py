@@ -323,7 +323,7 @@ async def test_what_was_there_before_there_was_a_history_is_its_first_row(tmp_pa
         assert found is not None
         kept = parse(network() | {"spec": json.loads(found.spec)})
         assert kept.spec == stored(0, 3).resource.spec
-    assert (tmp_path / "agent.db.before-2").exists()
+    assert (tmp_path / f"agent.db.before-{len(MIGRATIONS)}").exists()
 
 
 # --- why

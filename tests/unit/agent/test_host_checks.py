@@ -10,6 +10,7 @@ import pytest
 from chv.agent import __main__ as agent_main
 from chv.agent import host_checks
 from chv.agent.node import NodeState, Predicate
+from chv.agent.node_gate import NodeGate
 from chv.common.config import Config
 from chv.common.layout import Layout
 
@@ -43,7 +44,7 @@ async def test_full_disk_degrades_a_node_that_comes_up_and_does_not_fail_it(
     await agent.check_host()
     states.append(agent.node.state)
     assert states == [NodeState.HOST_READY, NodeState.DEGRADED]
-    agent.node.require_alive("delete")  # what makes room is allowed
+    NodeGate(agent.node).check("delete")  # what makes room is allowed
 
 
 async def test_space_that_returns_brings_the_node_back(

@@ -20,6 +20,8 @@ from chv.agent.node import (
     highest,
     next_state,
 )
+from chv.agent.node_gate import NodeGate
+from chv.agent.node_record import Hold, NodeIntent, NodeRecord
 from chv.common.errors import FailedPrecondition
 
 
@@ -60,6 +62,47 @@ def test_unlisted_pair_raises() -> None:
     for pair in set(itertools.product(NodeState, NodeEvent)) - listed:
         with pytest.raises(IllegalTransition):
             next_state(*pair, frozenset())
+
+
+# The design's table, said once more in other words: target None is "recomputed".
+LISTED = """
+Discovered: bootstrap>Bootstrapping, lost>Discovered, back>Discovered
+Bootstrapping: passed>HostReady, failed>Failed
+HostReady: stord>StorageReady, lost>Degraded
+StorageReady: nwd>NetworkReady, lost>Degraded
+NetworkReady: adopted>TenantReady, lost>Degraded
+TenantReady: lost>Degraded, drain>Draining
+Degraded: lost>Degraded, back>?, drain>Draining
+Draining: drained>Maintenance, cancelled>?, lost>Draining, back>Draining
+Maintenance: resume>Bootstrapping, lost>Maintenance, back>Maintenance
+Failed: reset>Bootstrapping, lost>Failed, back>Failed
+"""
+SHORT = {
+    "bootstrap": NodeEvent.BOOTSTRAP,
+    "passed": NodeEvent.CHECKS_PASSED,
+    "failed": NodeEvent.CHECKS_FAILED,
+    "stord": NodeEvent.STORD_READY,
+    "nwd": NodeEvent.NWD_READY,
+    "adopted": NodeEvent.ADOPTED,
+    "lost": NodeEvent.PREDICATE_LOST,
+    "back": NodeEvent.PREDICATE_BACK,
+    "drain": NodeEvent.DRAIN,
+    "drained": NodeEvent.DRAINED,
+    "cancelled": NodeEvent.DRAIN_CANCELLED,
+    "resume": NodeEvent.RESUME,
+    "reset": NodeEvent.RESET,
+}
+
+
+def test_table_is_the_one_of_the_design_in_every_pair_of_state_and_event() -> None:
+    wanted: dict[NodeState, dict[NodeEvent, NodeState | None]] = {}
+    for line in LISTED.strip().splitlines():
+        state, _, pairs = line.partition(": ")
+        row = (pair.split(">") for pair in pairs.split(", "))
+        wanted[NodeState(state)] = {
+            SHORT[event]: None if target == "?" else NodeState(target) for event, target in row
+        } | {NodeEvent.FATAL: NodeState.FAILED}
+    assert wanted == TABLE
 
 
 @pytest.mark.parametrize("state", list(NodeState))
@@ -123,16 +166,122 @@ def test_degraded_refuses_creation_and_allows_stopping() -> None:
     node = ready_node()
     node.observe(Predicate.NWD, holds=False, reason="Gone")
     with pytest.raises(FailedPrecondition, match="NetworkReady"):
-        node.require_create("start")
-    node.require_alive("stop")
+        NodeGate(node).check("start")
+    NodeGate(node).check("stop")
 
 
 def test_failed_refuses_everything_and_names_the_way_out() -> None:
     node = ready_node()
     node.fatal("test")
     with pytest.raises(FailedPrecondition) as caught:
-        node.require_alive("stop")
+        NodeGate(node).check("stop")
     assert "chv node reset" in caught.value.hint
+
+
+# --- what an operator wants, which is durable
+
+
+def record(intent: NodeIntent) -> NodeRecord:
+    return NodeRecord(intent=intent, hold=Hold(requester="ann", reason="fans"))
+
+
+@pytest.mark.parametrize(
+    ("intent", "state"),
+    [(NodeIntent.DRAIN, NodeState.DRAINING), (NodeIntent.MAINTAIN, NodeState.MAINTENANCE)],
+)
+def test_agent_that_finds_it_recorded_begins_there(intent: NodeIntent, state: NodeState) -> None:
+    node = Node(StillClock())
+    NodeGate(node).follow(record(intent))
+    assert state_of(node) is NodeState.DISCOVERED
+    node.bootstrap()
+    assert state_of(node) is state
+    assert "ann: fans" in node.transitions[-1]
+    for predicate in Predicate:
+        node.observe(predicate, holds=True, reason="Test")
+    assert state_of(node) is state
+
+
+def test_reset_of_a_node_in_maintenance_leads_back_to_it_and_starts_nothing() -> None:
+    seen: list[bool] = []
+    node = Node(StillClock(), lambda state: seen.append(node.serves))
+    gate = NodeGate(node)
+    gate.follow(record(NodeIntent.MAINTAIN))
+    node.bootstrap()
+    for predicate in Predicate:
+        node.observe(predicate, holds=True, reason="Test")
+    node.fatal("nwd: restart intensity")
+    node.reset()
+    assert state_of(node) is NodeState.MAINTENANCE
+    assert seen and not any(seen)
+
+
+def test_resumed_node_serves_only_after_its_host_was_checked_again() -> None:
+    node = ready_node()
+    gate = NodeGate(node)
+    gate.follow(record(NodeIntent.MAINTAIN))
+    gate.follow(NodeRecord())
+    assert state_of(node) is NodeState.BOOTSTRAPPING
+    node.observe(Predicate.HOST, holds=True, reason="ChecksPassed")
+    assert state_of(node) is NodeState.TENANT_READY
+
+
+def test_resumed_node_whose_host_fails_its_checks_is_failed() -> None:
+    node = ready_node()
+    gate = NodeGate(node)
+    gate.follow(record(NodeIntent.MAINTAIN))
+    gate.follow(NodeRecord())
+    node.observe(Predicate.HOST, holds=False, reason="ChecksFailed")
+    assert state_of(node) is NodeState.FAILED
+
+
+def test_recorded_drain_can_be_taken_back_while_the_node_comes_up() -> None:
+    node = Node(StillClock())
+    node.bootstrap()
+    NodeGate(node).follow(record(NodeIntent.DRAIN))
+    NodeGate(node).allow(NodeEvent.DRAIN_CANCELLED)
+    with pytest.raises(FailedPrecondition):
+        NodeGate(node).allow(NodeEvent.DRAIN)
+
+
+WISH = st.sampled_from(list(NodeIntent))
+FACT = st.tuples(st.sampled_from(list(Predicate)), st.booleans())
+MOVES = st.lists(st.one_of(WISH, FACT, st.sampled_from(["fatal", "reset"])), max_size=40)
+
+
+@given(MOVES)
+def test_node_serves_never_while_it_is_held_and_always_ends_where_it_is_wanted(
+    moves: list[NodeIntent | tuple[Predicate, bool] | str],
+) -> None:
+    """Every event in every state that it reaches; a pair that is not listed would raise."""
+    node = Node(StillClock())
+    gate = NodeGate(node)
+    node.bootstrap()
+    node.observe(Predicate.HOST, holds=True, reason="Test")
+    for move in moves:
+        match move:
+            case NodeIntent():
+                if not (move is NodeIntent.DRAIN and node.state is NodeState.MAINTENANCE):
+                    gate.follow(record(move))
+            case (Predicate() as predicate, bool(holds)):
+                node.observe(predicate, holds=holds, reason="Test")
+            case "fatal":
+                node.fatal("test")
+            case "reset" if node.state is NodeState.FAILED:
+                node.reset()
+        assert node.intent is NodeIntent.SERVE or not node.serves
+        assert gate.starts_allowed() == node.serves
+        if node.intent is NodeIntent.SERVE:
+            assert node.state not in (NodeState.DRAINING, NodeState.MAINTENANCE)
+    if node.state is NodeState.FAILED:
+        node.reset()
+    for predicate in Predicate:
+        node.observe(predicate, holds=True, reason="Test")
+    wanted = {
+        NodeIntent.SERVE: NodeState.TENANT_READY,
+        NodeIntent.DRAIN: NodeState.DRAINING,
+        NodeIntent.MAINTAIN: NodeState.MAINTENANCE,
+    }
+    assert state_of(node) is wanted[node.intent]
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Predicate)), st.booleans()), max_size=30))
