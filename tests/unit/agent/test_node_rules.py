@@ -117,7 +117,6 @@ NIC = {"name": "eth0", "network": "lan"}
         ({}, {"guestPorts": [22, 80]}, {"update"}),
         ({}, {"cpus": 2, "runStrategy": "Halted"}, {"resize", "stop"}),
     ],
-    ids=str,
 )
 def test_change_of_a_vm_is_the_verb_that_does_the_same(
     before: dict[str, Any], after: dict[str, Any], verbs: set[str]
