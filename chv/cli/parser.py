@@ -7,6 +7,7 @@ import argparse
 from chv import VERSION
 from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
+from chv.cli.parser_node import add_node
 from chv.cli.parser_storage import add_storage
 
 Sub = argparse._SubParsersAction  # argparse has no public name for it
@@ -204,12 +205,7 @@ def _images(commands: Sub[argparse.ArgumentParser]) -> None:
 
 
 def _node(commands: Sub[argparse.ArgumentParser]) -> None:
-    node = commands.add_parser("node", help="The node itself.")
-    actions = node.add_subparsers(metavar="ACTION", required=True)
-    status = _add(actions, "status", "node:status", "State, daemons, VMMs and conditions.")
-    _output(status, ("json", "yaml", "wide"))
-    reset = _add(actions, "reset", "node:reset", "Leave state Failed and try again.")
-    del reset
+    add_node(commands, _add)
     up = _add(commands, "up", "up:up", "Start a node for development, or find it running.")
     up.add_argument("--foreground", action="store_true", help="stay in front, log to the terminal")
     up.add_argument(

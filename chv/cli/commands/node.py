@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from chv.cli import connect, output
 from chv.common.wire import agent
+from chv.common.wire.agent_node import NodeHold
 from chv.common.wire.types import Empty, Feature
 
 
@@ -19,6 +20,7 @@ def status(arguments: argparse.Namespace) -> int:
         return 0
     print(f"Node {node.name}, instance {node.instance}, chv {node.version}")
     print(f"  {node.state} for {output.age(node.since)}, agent pid {node.pid}")
+    _held(node)
     print(f"  run {node.run_dir}, state {node.state_dir}")
     counts = ", ".join(f"{count} {kind}" for kind, count in node.counts.items())
     print(f"  {counts or 'no objects'}\n")
@@ -61,6 +63,26 @@ def status(arguments: argparse.Namespace) -> int:
     print()
     _features(node.features, with_detail=arguments.output == "wide")
     return 0
+
+
+def _held(node: agent.NodeStatusReply) -> None:
+    """Print who drains the node and how far that is, and who keeps new VMs away."""
+    if node.hold is not None:
+        what = "draining" if node.drain is not None else "maintenance"
+        print(f"  {what} {_who(node.hold)}")
+    if node.scheduling_paused is not None:
+        print(f"  scheduling paused {_who(node.scheduling_paused)}")
+    if node.drain is None:
+        return
+    print(f"  {node.drain.left} of {node.drain.total} VMs left to stop:")
+    for vm in node.drain.blocking:
+        name = f"{vm.namespace}/{vm.name}" if vm.namespace else vm.name
+        print(f"    {name}  {vm.phase or '-'}  {vm.why}")
+
+
+def _who(hold: NodeHold) -> str:
+    reason = f": {hold.reason}" if hold.reason else ""
+    return f"for {output.age(hold.since)} by {hold.requester}{reason}"
 
 
 def _features(features: Sequence[Feature], *, with_detail: bool) -> None:
