@@ -69,7 +69,6 @@ NOT_HERE = (
     "remove_nic_record",
     "freeze",
     "thaw",
-    "create",  # of a VMM that starts without a VM
     "halt",
     "restart_storage",
     "set_cpus",

@@ -24,6 +24,7 @@ from chv.agent.records import (
     WorkerRow,
 )
 from chv.agent.tables import Tables
+from chv.agent.vm.answering import await_answer
 from chv.agent.vm.config import served_disks
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, vm_of
 from chv.agent.vm.holding import run_on
@@ -257,6 +258,7 @@ async def _lend(context: Context, vm_uid: str, snapshot_uid: str) -> None:
 async def create(context: Context, vm: VmHandle, row: WorkerRow) -> None:
     """Make the VM in its VMM; a snapshot that the VMM refuses is not offered to it again."""
     refusal = ""
+    await await_answer(context, vm)
     try:
         await context.world.vmm.create(vm, row.config)
     except RETRIED:
