@@ -52,6 +52,7 @@ POLL_S = 0.05
 STOP_GRACE_S = 10.0
 LOCK_TIMEOUT_S = 60.0
 READY = "TenantReady"
+HELD = ("Draining", "Maintenance")  # as an operator has left it: it gets no further by itself
 # What a background agent gets of ours: settings for tests, and the way to Debian's mirror.
 PASSED_ENVIRONMENT = (
     *("CHV_VMM", "CHV_CLOUD_HYPERVISOR", "CHV_FAKE"),
@@ -250,7 +251,7 @@ def status(node: DevNode) -> NodeStatusReply:
 async def await_ready(
     node: DevNode, timeout_s: float, on_state: Callable[[str], None] = lambda state: None
 ) -> NodeStatusReply:
-    """Return once the node is TenantReady; says what is missing when it does not get there."""
+    """Return once the node is TenantReady, or drained; says what is missing on its way there."""
     last = "no answer"
     with anyio.move_on_after(timeout_s):
         while True:
@@ -266,7 +267,7 @@ async def await_ready(
             else:
                 last = seen.state
                 on_state(seen.state)
-                if seen.state == READY:
+                if seen.state in (READY, *HELD):
                     return seen
                 if seen.state == "Failed":
                     why = seen.transitions[-1] if seen.transitions else ""

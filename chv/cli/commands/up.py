@@ -32,6 +32,9 @@ def up(arguments: argparse.Namespace) -> int:
 
     status = anyio.run(start)
     print(f"node {status.name} ({status.instance}) is {status.state}, agent pid {status.pid}")
+    if status.hold is not None:
+        reason = status.hold.reason or "no reason given"
+        print(f"  as {status.hold.requester} has left it: {reason}")
     for vmm in status.vmms:
         if vmm.usable:
             print(f"  {vmm.name} {vmm.version} with {vmm.accelerator or 'no accelerator'}")
