@@ -6,6 +6,7 @@ engine          reconciles every object (engine.py)
 console         keeps the console holder and its lines (console/keeper.py)
 images          receives uploads; removes once an hour what no Image has
 storage events  hands stord's losses to the engine
+census          looks for what no record explains (census.py)
 probes          tries the VMMs, so that the first start need not wait
 
 A signal ends them and touches nothing in the world: VMs, storage daemons and networks go on.
@@ -22,6 +23,7 @@ from pathlib import Path
 import anyio
 
 from chv.agent import host_checks
+from chv.agent.census import Census, CensusParts
 from chv.agent.console.keeper import ConsoleKeeper
 from chv.agent.daemons import DaemonEvents, Daemons
 from chv.agent.engine import Engine
@@ -35,6 +37,7 @@ from chv.agent.saves import Saves
 from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
 from chv.agent.store_sqlite import open_store
+from chv.agent.upkeep_api import UpkeepApi
 from chv.agent.vmms import Vmms
 from chv.common import config as configuration
 from chv.common import failpoint, logs
@@ -48,6 +51,7 @@ from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS, CollectImages
 from chv.common.wire.agent_history import HISTORY_METHODS
+from chv.common.wire.agent_leaks import LEAK_METHODS
 from chv.common.wire.agent_node import NODE_METHODS
 from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
@@ -96,6 +100,7 @@ class Agent:
         self.vmms = Vmms(layout, self.provider, self.probes, nwd, self.console)
         self.guest = GuestProbe(nwd, layout)
         self.engine: Engine | None = None
+        self.census: Census | None = None
 
     def world(self) -> World:
         """Return the engine's view of everything."""
@@ -120,6 +125,20 @@ class Agent:
                 restarts_max=limits.restarts_max,
                 restart_window_s=limits.restart_window_s,
             ),
+        )
+
+    def census_parts(self, engine: Engine) -> CensusParts:
+        """Return what the census looks at and through."""
+        return CensusParts(
+            layout=self.layout,
+            provider=self.provider,
+            link=self.daemons.link,
+            vmms=self.vmms,
+            console=self.console,
+            records=engine.leak_records,
+            clock=self.clock,
+            ids=self.ids,
+            config=self.config.census,
         )
 
     # --- what the daemons' supervisor tells
@@ -213,7 +232,7 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
     make_directories(layout, config)
     with FileLock.acquire(layout.lock("agent")):
         agent = Agent(config_path, config, layout)
-        methods = (*METHODS, *HISTORY_METHODS, *NODE_METHODS)
+        methods = (*METHODS, *HISTORY_METHODS, *NODE_METHODS, *LEAK_METHODS)
         server = Server("agent", methods, allow_uids=frozenset(config.api.allow_uids))
         server.recovering = "reading the store"
         add_hello(server, layout)
@@ -230,6 +249,10 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
                     vmms=agent.vmms,
                     seeds=agent.seeds,
                 )
+            ).register(server)
+            agent.census = Census(agent.census_parts(agent.engine))
+            UpkeepApi(
+                agent.census, agent.daemons, agent.console, agent.engine.notify_daemon_ready
             ).register(server)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_signal, tasks.cancel_scope)
@@ -260,6 +283,8 @@ async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> No
         tasks.start_soon(task)
     await agent.adopt()
     await tasks.start(agent.engine.run)
+    assert agent.census is not None
+    tasks.start_soon(agent.census.run)
     log.info("agent.ready")
     _tell_ready()
 

@@ -22,6 +22,7 @@ from chv.agent.history import History
 from chv.agent.image.imports import ImageImports
 from chv.agent.image.reconciler import ImageReconciler
 from chv.agent.keys import Keys
+from chv.agent.leak_records import LeakRecords
 from chv.agent.ledger import Ledger
 from chv.agent.mutations import Mutations
 from chv.agent.network.directory import Directory
@@ -72,6 +73,7 @@ class Engine:
         self.keys = Keys(self._context)
         self.history = History(self._context, self._mutations.apply)
         self.why = Why(self._context, self.history)
+        self.leak_records = LeakRecords(self._context)
         self.node = NodeDesk(self._context)
         self._ledger.on_reload = self._look_at_all
 

@@ -28,7 +28,6 @@ from chv.agent.vmms import Vmms
 from chv.common.clock import boot_id
 from chv.common.config import Config
 from chv.common.errors import FailedPrecondition, InvalidArgument
-from chv.common.ids import short_uid
 from chv.common.layout import Layout
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent as api
@@ -37,11 +36,8 @@ from chv.common.wire.hello import common_version
 from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, NwdHealth, OpenGuestConnection
 from chv.common.wire.stord import GET_METRICS, LIST_JOBS, JobsReply, StorageMetrics
 from chv.common.wire.types import (
-    CENSUS,
     HELLO,
     PROTOCOL_VERSIONS,
-    CensusItem,
-    CensusReply,
     Done,
     Empty,
     Feature,
@@ -78,7 +74,6 @@ class Service:
     def register(self, server: Server) -> None:
         """Give every method its handler."""
         engine = self._engine
-        server.add(CENSUS, self.census)
         server.add(api.APPLY, self.apply)
         server.add(api.GET, self.get_object)
         server.add(api.LIST, self.list_objects)
@@ -268,38 +263,6 @@ class Service:
         """Take what was sent."""
         await _teller(context, "verifying")(0, request.size_bytes)
         return await self._engine.finish_upload(request)
-
-    async def census(self, request: Empty) -> CensusReply:
-        """Everything of this instance that exists: the daemons' kinds and ours, merged."""
-        items: list[CensusItem] = []
-        for name in ("stord", "nwd"):
-            items += (await self._parts.daemons.link(name).call(CENSUS, Empty())).items
-        vm_uids = self._vm_uids()
-        shorts = {short_uid(uid) for uid in vm_uids}
-        for record in await self._parts.vmms.find_all():
-            owner = record.worker_id.split(":")[3]
-            items.append(
-                CensusItem(
-                    kind="process",
-                    name=f"{record.worker_id} pid {record.pid}",
-                    owner=owner,
-                    known=owner in shorts,
-                )
-            )
-        states = self._layout.vm_state("any").parent
-        for directory, known in ((self._layout.vms, shorts), (states, vm_uids)):
-            if directory.is_dir():
-                items += [
-                    CensusItem(
-                        kind="file", name=str(entry), owner=entry.name, known=entry.name in known
-                    )
-                    for entry in sorted(directory.iterdir())
-                ]
-        return CensusReply(items=items)
-
-    def _vm_uids(self) -> set[str]:
-        items = self._engine.list(api.ListObjects(kind="VirtualMachine")).items
-        return {msgspec.json.decode(item)["metadata"]["uid"] for item in items}
 
 
 def _hold(hold: Hold | None) -> NodeHold | None:

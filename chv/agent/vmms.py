@@ -169,6 +169,11 @@ class Vmms:
         await anyio.to_thread.run_sync(_empty_directory, runtime_dir)
         await anyio.to_thread.run_sync(_unlink, kept)
 
+    def kept_files(self, vm: VmHandle) -> tuple[Path, ...]:
+        """Return what the VM's driver keeps beside its private directory; pure."""
+        driver = self._drivers.get(vm.driver)
+        return () if driver is None else driver.kept_files(self._layout.vmm(vm.uid))
+
     async def remove(self, vm: VmHandle) -> None:
         """Remove the VM's directories."""
         for path in (self._layout.vm(vm.uid), self._layout.vm_state(vm.uid)):

@@ -9,6 +9,7 @@ from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
 from chv.cli.parser_node import add_node
 from chv.cli.parser_storage import add_storage
+from chv.cli.parser_upkeep import add_upkeep
 
 Sub = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     _images(commands)
     add_storage(commands, _add)
     add_net(commands, _add)
+    add_upkeep(commands, _add)
     _node(commands)
     return parser
 

@@ -135,6 +135,16 @@ class LimitsConfig(_Table, frozen=True):
     restart_window_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
 
 
+class CensusConfig(_Table, frozen=True):
+    """`[census]`: how often everything is compared with the records.
+
+    `settle_s`: how long a thing must stand unexplained before it counts as a leak.
+    """
+
+    every_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
+    settle_s: Annotated[float, Meta(ge=0.1, le=60)] = 10.0
+
+
 class Config(_Table, frozen=True):
     """The whole file."""
 
@@ -145,6 +155,7 @@ class Config(_Table, frozen=True):
     vmm: VmmConfig = msgspec.field(default_factory=VmmConfig)
     images: ImagesConfig = msgspec.field(default_factory=ImagesConfig)
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
+    census: CensusConfig = msgspec.field(default_factory=CensusConfig)
 
 
 def load(path: Path) -> Config:

@@ -18,16 +18,20 @@ from chv.agent.console.wire import (
     ATTACH_CONSOLE,
     DETACH_CONSOLE,
     LIST_CONSOLES,
+    SHUT_DOWN,
     AttachConsole,
     DetachConsole,
 )
 from chv.common import logs
-from chv.common.errors import ChvError, DeadlineExceeded, Unavailable
+from chv.common.clock import SystemClock, timestamp
+from chv.common.errors import ChvError, DeadlineExceeded, FailedPrecondition, Unavailable
 from chv.common.ids import Ids
 from chv.common.layout import Layout
-from chv.common.process import FoundWorker, Provider, SpawnSpec, scan, terminate
+from chv.common.process import FoundWorker, Provider, SpawnSpec, scan, terminate, wait_gone
 from chv.common.rpc import Client, connect
-from chv.common.wire.types import HELLO, Empty, HelloRequest
+from chv.common.wire.agent import DaemonStatus
+from chv.common.wire.hello import check_reply
+from chv.common.wire.types import HELLO, Empty, HelloReply, HelloRequest
 
 log = logs.get(__name__)
 KIND = "console"
@@ -49,10 +53,50 @@ class ConsoleKeeper:
         self._client: Client | None = None
         self._attached: set[str] = set()
         self._silent = False  # the last that was asked listened and did not answer
+        self._holder: HelloReply | None = None
+        self._since = ""
+        self._restarts = -1  # the first start is none
+        self._poked = anyio.Event()
+        self._up = anyio.Event()
 
     def attached(self, vm_uid: str) -> bool:
         """Whether the line is held, from memory."""
         return vm_uid in self._attached
+
+    @property
+    def pid(self) -> int:
+        """The holder that answers, 0 while there is none."""
+        return self._holder.pid if self._holder is not None else 0
+
+    def status(self) -> DaemonStatus:
+        """How the holder is, from memory."""
+        holder = self._holder
+        return DaemonStatus(
+            name=KIND,
+            state="ready" if holder is not None else "starting",
+            pid=self.pid,
+            restarts=max(self._restarts, 0),
+            since=self._since,
+            version=holder.version if holder is not None else "",
+        )
+
+    async def restart(self) -> None:
+        """End the holder and return when another answers; Unavailable where none does.
+
+        Lines are attached again by the engine. What guests write in between is not recorded.
+        """
+        client, self._up = self._connected(), anyio.Event()
+        await client.call(SHUT_DOWN, Empty())
+        with anyio.move_on_after(KILL_GRACE_S):
+            for holder in self._holders():
+                await wait_gone(holder.record())
+        await self._end_holders()
+        self._poked.set()
+        with anyio.move_on_after(START_TIMEOUT_S):
+            await self._up.wait()
+            self._restarts -= 1  # asked for: it does not count
+            return
+        raise Unavailable("no console holder came up", resource="daemon/console")
 
     async def run(self) -> None:
         """Hold a connection to the holder until cancelled; start one where there is none."""
@@ -61,19 +105,36 @@ class ConsoleKeeper:
                 await self._session()
             except (ChvError, OSError) as error:
                 log.warning("console.lost", error=str(error))
-            self._client = None
+            self._client = self._holder = None
             self._attached.clear()
             await anyio.sleep(RETRY_S)
 
     async def _session(self) -> None:
         await self._ensure_process()
         async with connect(self._layout.socket(KIND)) as client:
-            await client.call(HELLO, HelloRequest(client="agent"))
-            self._client = client
+            self._holder = await self._hello(client)
+            self._client, self._since = client, timestamp(SystemClock().now())
+            self._restarts += 1
+            self._poked = anyio.Event()
+            self._up.set()
             while True:
                 listed = await client.call(LIST_CONSOLES, Empty(), timeout_s=CHECK_EVERY_S)
                 self._attached = set(listed.vm_ids)
-                await anyio.sleep(CHECK_EVERY_S)
+                with anyio.move_on_after(CHECK_EVERY_S):
+                    await self._poked.wait()
+
+    async def _hello(self, client: Client) -> HelloReply:
+        """Greet; a holder that outlived an upgrade and speaks otherwise is replaced."""
+        try:
+            hello = await client.call(HELLO, HelloRequest(client="agent"))
+            check_reply(hello)
+        except FailedPrecondition as error:
+            refused = error
+        else:
+            return hello
+        log.warning("console.incompatible", error=refused.message)
+        await self._end_holders()
+        raise refused
 
     async def _ensure_process(self) -> None:
         """Return when a holder answers; starts one only where the scan proves there is none."""
@@ -93,7 +154,7 @@ class ConsoleKeeper:
     async def _end_holders(self) -> None:
         for holder in self._holders():
             if holder.uid == os.geteuid():  # anybody can carry our id in its arguments
-                log.warning("console.replaced", pid=holder.pid, reason="it does not answer")
+                log.warning("console.replaced", pid=holder.pid)
                 await terminate(holder.record(), grace_s=KILL_GRACE_S)
 
     async def _answers(self) -> bool:
