@@ -19,12 +19,12 @@ from chv.common import evidence
 from chv.common.ids import short_uid
 from chv.common.layout import Layout
 from chv.common.process import CgroupProvider, FoundWorker, Provider, procfs
+from chv.common.removal import MOUNTINFO, unescaped
 from chv.common.wire.types import CensusItem
 
 DAEMONS = ("agent", "stord", "nwd", "console")
 THEIRS = ("qsd", "proxy", "dnsmasq")  # kinds of workers that stord and nwd account for
 PIDS_SHOWN_MAX = 16
-MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _mounts(layout: Layout) -> Iterator[CensusItem]:
     for line in MOUNTINFO.read_text().splitlines():
         front, _, back = line.partition(" - ")
         number, _, device, _, target = front.split()[:5]
-        path = Path(target.encode().decode("unicode_escape"))
+        path = unescaped(target)
         if not any(place in path.parents for place in ours):
             continue
         kind, source = back.split()[:2]
@@ -193,9 +193,6 @@ def _mounts(layout: Layout) -> Iterator[CensusItem]:
 
 
 def inside(path: Path, items: Iterable[CensusItem]) -> str:
-    """Return something below a directory that a record explains, or that is mounted there."""
-    for item in items:
-        name = Path(item.name)
-        if path in name.parents and (item.known or item.kind == "mount"):
-            return item.name
-    return ""
+    """Return something below a directory that a record explains; empty: there is nothing."""
+    known = (item.name for item in items if item.known and path in Path(item.name).parents)
+    return next(known, "")

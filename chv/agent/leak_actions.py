@@ -7,7 +7,6 @@ unexplained; a daemon that does not answer ends it. What stord and nwd saw they 
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import anyio.to_thread
@@ -27,6 +26,7 @@ from chv.common.errors import (
 from chv.common.evidence import process_identity
 from chv.common.layout import UID_BLOCK_SIZE, Layout
 from chv.common.process import FoundWorker, run, terminate
+from chv.common.removal import remove_path
 from chv.common.wire.agent_leaks import Leak, LeakRef
 from chv.common.wire.types import REAP_UNEXPLAINED, CensusItem, ReapUnexplained
 
@@ -70,7 +70,7 @@ class LeakActions:
             evidence=item.evidence,
             data=item.data,
             actions=[action for action, is_offered in offered.items() if is_offered],
-            note=foreign or why_not,
+            note=foreign or (why_not if item.kind == "process" else ""),
         )
 
     def _not_adopted(self, item: CensusItem) -> str:
@@ -156,7 +156,7 @@ class LeakActions:
             case _:
                 if kept := census_own.inside(Path(item.name), items):
                     raise InUse(f"{kept} is in it", resource=item.name)
-                await anyio.to_thread.run_sync(_remove_file, Path(item.name))
+                await anyio.to_thread.run_sync(remove_path, Path(item.name))
 
     async def _process(self, item: CensusItem) -> FoundWorker:
         for found in await anyio.to_thread.run_sync(self._parts.provider.find, item.name):
@@ -187,10 +187,3 @@ def _remove_cgroup(path: Path) -> None:
     if pids := census_own.cgroup_pids(path):
         raise InUse(f"process {pids[0]} is in it", resource=str(path), hint="end it first")
     path.rmdir()
-
-
-def _remove_file(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

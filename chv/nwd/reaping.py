@@ -7,7 +7,6 @@ their number in the kernel; a namespace with processes in it stays. Errors as in
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from chv.common import logs
 from chv.common.errors import Conflict, InUse
 from chv.common.evidence import process_identity, require_unexplained
 from chv.common.process import terminate
+from chv.common.removal import remove_path
 from chv.common.wire.types import CensusItem, Done, ReapUnexplained
 from chv.nwd.census import census
 from chv.nwd.kernel import link_changes, links, netlink, netns
@@ -41,7 +41,7 @@ async def reap(parts: Parts, request: ReapUnexplained) -> Done:
             family, number = item.evidence["table"].split()[0], int(item.evidence["handle"])
             await parts.nft.delete_table(_path(item), family, number)
         case _:
-            await anyio.to_thread.run_sync(_remove, Path(item.name))
+            await anyio.to_thread.run_sync(remove_path, Path(item.name))
     return Done()
 
 
@@ -82,10 +82,3 @@ async def _end(parts: Parts, item: CensusItem) -> None:
         if process_identity(found) == item.identity:
             await terminate(found.record(), grace_s=STOP_GRACE_S)
             await parts.provider.cleanup(found.record())
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ thing's owner, so that no call of the agent makes use of it in between. Errors a
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import anyio.to_thread
@@ -15,6 +14,7 @@ import anyio.to_thread
 from chv.common import logs
 from chv.common.evidence import process_identity, require_unexplained
 from chv.common.process import terminate
+from chv.common.removal import remove_path
 from chv.common.wire.types import CensusItem, Done, ReapUnexplained
 from chv.stord.backends.file import FileBackend
 from chv.stord.census import census
@@ -53,7 +53,7 @@ class Reaping:
             if item.kind == "process":
                 await self._end(item)
             else:
-                await anyio.to_thread.run_sync(_remove, Path(item.name))
+                await anyio.to_thread.run_sync(remove_path, Path(item.name))
         return Done()
 
     async def _end(self, item: CensusItem) -> None:
@@ -61,10 +61,3 @@ class Reaping:
             if process_identity(found) == item.identity:
                 await terminate(found.record(), grace_s=STOP_GRACE_S)
                 await self._parts.provider.cleanup(found.record())
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

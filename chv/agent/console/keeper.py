@@ -27,7 +27,14 @@ from chv.common.clock import SystemClock, timestamp
 from chv.common.errors import ChvError, DeadlineExceeded, FailedPrecondition, Unavailable
 from chv.common.ids import Ids
 from chv.common.layout import Layout
-from chv.common.process import FoundWorker, Provider, SpawnSpec, scan, terminate, wait_gone
+from chv.common.process import (
+    FoundWorker,
+    Provider,
+    SpawnSpec,
+    WorkerRecord,
+    terminate,
+    wait_gone,
+)
 from chv.common.rpc import Client, connect
 from chv.common.wire.agent import DaemonStatus
 from chv.common.wire.hello import check_reply
@@ -53,6 +60,7 @@ class ConsoleKeeper:
         self._client: Client | None = None
         self._attached: set[str] = set()
         self._silent = False  # the last that was asked listened and did not answer
+        self._record: WorkerRecord | None = None
         self._holder: HelloReply | None = None
         self._since = ""
         self._restarts = -1  # the first start is none
@@ -113,6 +121,7 @@ class ConsoleKeeper:
         await self._ensure_process()
         async with connect(self._layout.socket(KIND)) as client:
             self._holder = await self._hello(client)
+            self._record = self._recorded(self._holder.pid)
             self._client, self._since = client, timestamp(SystemClock().now())
             self._restarts += 1
             self._poked = anyio.Event()
@@ -141,6 +150,7 @@ class ConsoleKeeper:
         with anyio.move_on_after(START_TIMEOUT_S):
             while not await self._answers():
                 if not self._holders():
+                    await self._tidy()
                     await self._start()
                 await anyio.sleep(RETRY_S)
             return
@@ -148,8 +158,17 @@ class ConsoleKeeper:
             await self._end_holders()
         raise Unavailable("the console holder does not answer", resource="daemon/console")
 
+    def _recorded(self, pid: int) -> WorkerRecord | None:
+        return next((each.record() for each in self._holders() if each.pid == pid), None)
+
     def _holders(self) -> list[FoundWorker]:
-        return scan(self._layout.worker_id(KIND, NODE_UID, ""))
+        return self._provider.find(self._layout.worker_id(KIND, NODE_UID, ""))
+
+    async def _tidy(self) -> None:
+        """Remove what is left of the last one that answered."""
+        record, self._record = self._record, None
+        if record is not None:
+            await self._provider.cleanup(record)
 
     async def _end_holders(self) -> None:
         for holder in self._holders():
@@ -179,7 +198,7 @@ class ConsoleKeeper:
             "--state-root", str(self._layout.state_root),
             "--worker-id", worker_id,
         )  # fmt: skip
-        record = await self._provider.spawn(
+        record = self._record = await self._provider.spawn(
             SpawnSpec(
                 worker_id=worker_id,
                 argv=argv,

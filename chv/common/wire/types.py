@@ -164,7 +164,7 @@ class ReapUnexplained(Message, frozen=True, kw_only=True):
     """
 
     kind: ShortText
-    name: PathText
+    name: Annotated[str, Meta(max_length=4096)]
     identity: ShortText
     data: bool = False
 
