@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from chv.agent.ports import Gate
 from chv.agent.records import StoredObject
+from chv.agent.tables import Tables
 from chv.common.wire.resources import (
     Resource,
     RunStrategy,
@@ -21,6 +23,15 @@ from chv.common.wire.resources import (
 _SIZES = ("cpus", "max_cpus", "memory", "max_memory")
 _LISTS = ("disks", "interfaces")
 _OWN = frozenset({"run_strategy", *_SIZES, *_LISTS})
+
+
+def check_verbs(gate: Gate, tables: Tables, resources: list[Resource]) -> None:
+    """Refuse what the node's state forbids: FailedPrecondition."""
+    for resource in resources:
+        metadata = resource.metadata
+        before = tables.find(resource.kind, metadata.namespace, metadata.name)
+        for verb in sorted(verbs_of(before, resource)):
+            gate.check(verb)
 
 
 def verbs_of(before: StoredObject | None, after: Resource) -> set[str]:

@@ -178,11 +178,11 @@ class NodeDesk:
                 await self._end_drain(tables.node)
                 return
         first = f"{left[0].namespace}/{left[0].name}: {left[0].why or left[0].phase}"
-        await self._context.operations.note(NODE_UID, f"{len(left)} VMs left, {first}")
+        await self._context.operations.note(NODE_UID, f"VMs left: {len(left)}; {first}")
 
     async def _end_drain(self, record: NodeRecord) -> None:
         operation = self._context.operations.current(NODE_UID)
-        message = f"{record.stopped} VMs stopped, the node is in Maintenance"
+        message = f"VMs stopped: {record.stopped}"
         ended = self._context.operations.ending_open(operation, OperationState.SUCCEEDED, message)
         after = _replace(record, intent=NodeIntent.MAINTAIN)
         await self._commit("drained", [PutNode(record=after), *ended])

@@ -15,12 +15,13 @@ from chv.agent import queries
 from chv.agent.actors import Workers
 from chv.agent.admission import Admitted, admit, ordered
 from chv.agent.admission_rules import check_delete
-from chv.agent.apply_verbs import verbs_of
+from chv.agent.apply_verbs import check_verbs
 from chv.agent.cascade import marked_deleting
 from chv.agent.context import Context
 from chv.agent.keys import exists
 from chv.agent.network.exposure_check import check_exposures
 from chv.agent.network.reconciler import topology
+from chv.agent.node_record import NODE_UID
 from chv.agent.records import (
     Change,
     PutObject,
@@ -40,6 +41,7 @@ from chv.agent.volume.verbs import cancelled, requested, under_way, with_request
 from chv.common.errors import (
     ChvError,
     Conflict,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -77,7 +79,8 @@ class Mutations:
         parsed = [parse(raw) for raw in request.objects]
         unsaid = silent(parsed, request.objects)
         resources = ordered(parsed)
-        self._check_verbs(keep_stopped(self._context.ledger.tables, resources, unsaid))
+        tables, gate = self._context.ledger.tables, self._context.world.gate
+        check_verbs(gate, tables, keep_stopped(tables, resources, unsaid))
         digest = _digest("apply", *map(encode, resources))
         await self._check_networks(resources)
         await check_exposures(self._context, resources)
@@ -90,7 +93,7 @@ class Mutations:
             if known is not None:
                 return msgspec.json.decode(known.reply, type=api.ApplyReply)
             meant = keep_stopped(ledger.tables, resources, unsaid)
-            self._check_verbs(meant)
+            check_verbs(gate, ledger.tables, meant)  # the node may be in another state by now
             admitted = admit(self._context, meant, request.requester, request.reason)
             if admitted.changes:
                 await self.refuse_when_short()
@@ -102,14 +105,6 @@ class Mutations:
                 await ledger.commit_held(*admitted.changes, *remembered)
         self._start(admitted)
         return reply
-
-    def _check_verbs(self, resources: list[Resource]) -> None:
-        """Refuse what the node's state forbids; once more under the lock, for it may change."""
-        for resource in resources:
-            metadata, tables = resource.metadata, self._context.ledger.tables
-            before = tables.find(resource.kind, metadata.namespace, metadata.name)
-            for verb in sorted(verbs_of(before, resource)):
-                self._context.world.gate.check(verb)
 
     async def refuse_when_short(self) -> None:
         """The reserve is for deletions and for the VMs that run."""
@@ -379,6 +374,10 @@ class Mutations:
             operation = await ledger.operation(request.operation_id)
             if operation is None:
                 raise NotFound(f"there is no operation {request.operation_id!r}")
+            if operation.uid == NODE_UID:
+                raise FailedPrecondition(
+                    "it is of the node", resource=operation.id, hint="chv node drain --cancel"
+                )
             if operation.state is api.OperationState.CANCELLED:
                 return api.OperationReply(operation=operation, joined=True)
             words = f"is being cancelled by {request.requester}"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from chv.agent.node import NodeState
 from chv.agent.node_record import NODE_UID, NodeIntent
-from chv.agent.records import EndKind
-from chv.common.errors import ChvError, FailedPrecondition, InvalidArgument
+from chv.agent.records import EndKind, VmFacts
+from chv.common.errors import FailedPrecondition, InvalidArgument
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation, OperationState
 from chv.common.wire.agent_node import ActOnNode, NodeVerb
 from chv.vmm.driver import VmmState
-from tests.sim.bench import Bench, bare, image, open_bench
+from tests.sim.bench import Bench, bare, everything, image, manifest, open_bench
 from tests.sim.virtual import simulated
 
 VERB = NodeVerb
@@ -249,8 +250,74 @@ async def test_other_objects_and_operations_stay_readable() -> None:
         await act(bench, VERB.DRAIN)
         operations = await bench.engine.list_operations(_newest())
         assert [each.name for each in operations.operations] == [NODE_UID]
-        with pytest.raises(ChvError):
+        with pytest.raises(FailedPrecondition, match="drain --cancel"):
             await bench.engine.cancel(_cancel(operations.operations[0].id))
+
+
+# --- what is half done comes to its end first
+
+
+@simulated
+async def test_vm_that_is_being_saved_is_stopped_only_once_that_is_decided() -> None:
+    async with open_bench() as bench:
+        await bench.apply(*everything())
+        await bench.until("VMMRunning")
+        reply = await bench.apply(whole())
+        while not facts(bench).saving:  # noqa: ASYNC110  no time passes until then
+            await anyio.lowlevel.checkpoint()
+        operation = await drained(bench)
+        assert operation.state is OperationState.SUCCEEDED
+        assert (await bench.final(reply.results[0].operation_id)).state is OperationState.SUCCEEDED
+        assert not bench.machine.violations
+
+
+@pytest.mark.parametrize("turns", range(0, 180, 15))
+@simulated
+async def test_restore_that_is_under_way_loses_nothing_to_a_drain(turns: int) -> None:
+    async with open_bench() as bench:
+        await bench.apply(*everything())
+        await bench.until("VMMRunning")
+        reply = await bench.apply(whole())
+        await bench.final(reply.results[0].operation_id)
+        await bench.act("restore", snapshot="s", force=True)
+        for _ in range(turns):
+            await anyio.lowlevel.checkpoint()
+        assert (await drained(bench)).state is OperationState.SUCCEEDED
+        assert bench.process() is None
+        pending = facts(bench).restore is not None
+        await act(bench, VERB.RESUME)
+        await bench.until("VMMRunning")
+        process = bench.process()
+        assert process is not None
+        # Put off, it goes on from the memory; else it had, and boots like any other VM.
+        assert (process.boots == 0) == pending
+        assert not bench.machine.violations
+
+
+@simulated
+async def test_drain_shows_that_a_silent_storage_service_blocks_it() -> None:
+    async with open_bench() as bench:
+        await bench.apply(*everything())
+        await bench.until("VMMRunning")
+        bench.machine.host.stord.down_until = 60.0
+        operation_id = await act(bench, VERB.DRAIN)
+        await anyio.sleep(30)
+        progress = bench.engine.node.progress()
+        assert progress is not None
+        assert "storage daemon service does not answer" in progress.blocking[0].why
+        shown = bench.engine._context.operations.current(NODE_UID)
+        assert shown is not None and "VMs left: 1; default/web" in shown.message
+        assert (await bench.final(operation_id)).state is OperationState.SUCCEEDED
+
+
+def facts(bench: Bench) -> VmFacts:
+    stored = bench.engine._context.stored(bench.engine.vm_uid("web", "default"))
+    assert stored is not None and stored.facts is not None
+    return stored.facts
+
+
+def whole() -> dict[str, object]:
+    return manifest("VirtualMachineSnapshot", "s", {"virtualMachine": "web"})
 
 
 def _newest() -> api.ListOperations:
