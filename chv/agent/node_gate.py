@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from chv.agent.node import Node, NodeEvent, NodeState
 from chv.agent.node_record import Hold, NodeRecord
-from chv.agent.node_rules import Asked, Standing, refusal
+from chv.agent.node_rules import Asked, Standing, refusal, shown
 from chv.common.errors import FailedPrecondition
 
+_WORDS = {NodeEvent.DRAIN_CANCELLED: "drain --cancel"}
 _HINTS = {
     NodeState.DRAINING: "chv node drain --cancel",
     NodeState.MAINTENANCE: "chv node resume",
@@ -40,11 +41,11 @@ class NodeGate:
         if not node.allows(event):
             why = f" ({node.why})" if node.why else ""
             raise FailedPrecondition(
-                f"{event.value} refused: the node is {node.state}{why}",
+                f"{_WORDS.get(event, event.value)} refused: the node is {shown(node.state)}{why}",
                 hint=_HINTS.get(node.state, "see `chv node status`"),
             )
 
     def follow(self, record: NodeRecord) -> None:
         """Do what is recorded of the node by now."""
         self._paused = record.paused
-        self._node.follow(record.intent, record.hold.words if record.hold is not None else "")
+        self._node.follow(record.intent, record.who)

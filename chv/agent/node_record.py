@@ -59,7 +59,12 @@ class NodeRecord(msgspec.Struct, metaclass=FrozenMeta):
         if not self.holds_vms:
             return ""
         state = "Draining" if self.intent is NodeIntent.DRAIN else "in Maintenance"
-        return f"the node is {state}" + (f" ({self.hold.words})" if self.hold is not None else "")
+        return f"the node is {state}" + (f" ({self.who})" if self.who else "")
+
+    @property
+    def who(self) -> str:
+        """Return who wants it so and why."""
+        return self.hold.words if self.hold is not None else ""
 
 
 class PutNode(msgspec.Struct, metaclass=FrozenMeta):

@@ -98,7 +98,7 @@ def refusal(asked: Asked, node: Standing) -> FailedPrecondition | None:
     if node.state not in rule.states:
         why = f" ({node.why})" if node.why else ""
         return FailedPrecondition(
-            f"{asked.verb} refused: the node is {node.state}{why}",
+            f"{asked.verb} refused: the node is {shown(node.state)}{why}",
             hint=_HINTS.get(node.state, "see `chv node status`"),
         )
     if rule.brings_vm and node.paused is not None:
@@ -113,6 +113,11 @@ def refusal(asked: Asked, node: Standing) -> FailedPrecondition | None:
             hint="ask the control plane, or wait until it is seen again",
         )
     return None
+
+
+def shown(state: NodeState) -> str:
+    """Return the state in a sentence."""
+    return f"in {state}" if state is NodeState.MAINTENANCE else str(state)
 
 
 def _admitted_cut_off(cut_off: CutOff, asked: Asked) -> bool:

@@ -87,7 +87,9 @@ def blocking(stored: StoredObject) -> list[Condition]:
         return []
     if phase_of(status) == "Stopped" and is_well(stored):
         return []
-    return [each for each in status.conditions if _is_bad(each)]
+    bad = [each for each in status.conditions if _is_bad(each)]
+    # What a VM that is held down lacks, it lacks because of that.
+    return [each for each in bad if each.reason == "HeldByNode"] or bad
 
 
 def _is_bad(condition: Condition) -> bool:

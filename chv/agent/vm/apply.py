@@ -388,7 +388,8 @@ class Applier:
         if record is None:
             raise Conflict("the process to stop is not there", resource=self._uid)
         drained = step.kind is EndKind.DRAIN
-        reason = self._desired.held if drained else facts_of(self._stored).stop_reason
+        node = self._context.ledger.tables.node
+        reason = node.who if drained else facts_of(self._stored).stop_reason
         asked = Ending(kind=step.kind, reason=reason)
         ending = asked if step.kind in ASKED_FOR else self._row.ending or asked
         await self._put_worker(ending=ending, record=record)

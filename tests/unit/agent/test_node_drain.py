@@ -56,6 +56,10 @@ async def test_drain_stops_every_vm_and_ends_in_maintenance() -> None:
         assert "by ann: firmware" in web.status.last_stop
         await bench.until("VMMRunning", status="False")
         assert bench.condition("VMMRunning") == ("False", "HeldByNode")
+        await anyio.sleep(1)
+        why = await bench.engine.why.why(api.ObjectRef(kind="VirtualMachine", name="web"))
+        assert "in Maintenance (by ann: firmware)" in why.verdict
+        assert "chv node resume" in why.fixes
 
 
 @simulated
