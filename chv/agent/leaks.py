@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from chv.common.wire.types import CensusItem
 
@@ -29,12 +29,13 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A thing that nothing explains. `first_s`: monotonic, `since`: the same as a time stamp."""
+    """A thing that nothing explains. `first_s`, `last_s`: monotonic; `since`: a time stamp."""
 
     id: str
     source: str
     item: CensusItem
     first_s: float
+    last_s: float
     since: str
     looks: int = 1
 
@@ -61,7 +62,7 @@ class LeakBook:
         self._leaks = {
             each.id: each
             for each in self._seen.values()
-            if each.id in self._leaks or self._is_settled(each, now_s)
+            if each.id in self._leaks or self._is_settled(each)
         }
         self.unread, self.looked_at = dict(look.unread), stamp
 
@@ -71,14 +72,12 @@ class LeakBook:
         key = leak_id(source, item)
         earlier = before.get(key)
         if earlier is None:
-            self._seen[key] = Sighting(key, source, item, now_s, stamp)
+            self._seen[key] = Sighting(key, source, item, now_s, now_s, stamp)
             return
-        self._seen[key] = Sighting(
-            key, source, item, earlier.first_s, earlier.since, earlier.looks + 1
-        )
+        self._seen[key] = replace(earlier, item=item, last_s=now_s, looks=earlier.looks + 1)
 
-    def _is_settled(self, each: Sighting, now_s: float) -> bool:
-        return each.looks > 1 and now_s - each.first_s >= self._settle_s
+    def _is_settled(self, each: Sighting) -> bool:
+        return each.looks > 1 and each.last_s - each.first_s >= self._settle_s
 
     def leaks(self) -> list[Sighting]:
         """Return what is certain, by kind and name."""

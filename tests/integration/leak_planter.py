@@ -31,6 +31,8 @@ class Planted:
         for process in self.pids:
             process.kill()
             process.wait()
+        if "mount" in self.names:
+            subprocess.run(["umount", self.names["mount"]], check=False, capture_output=True)
 
 
 def run(*argv: str) -> None:
