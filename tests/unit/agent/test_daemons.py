@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from chv.agent import daemons as module
@@ -103,7 +104,7 @@ def live(
 
 
 async def nothing(_: Daemons) -> None:
-    await anyio.sleep(0)
+    await anyio.lowlevel.checkpoint()
 
 
 def healthy(world: World, name: str, method: Any) -> Any:
