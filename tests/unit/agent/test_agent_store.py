@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from chv.agent.node_record import Hold, NodeIntent, NodeRecord, PutNode
 from chv.agent.records import (
     AgentStore,
     Prune,
@@ -122,6 +123,20 @@ async def test_what_is_committed_is_loaded(store: AgentStore) -> None:
     assert found.facts is not None
     assert found.facts.restarts == 3
     assert found.resource.spec == stored().resource.spec
+
+
+async def test_record_of_the_node_is_one_and_changes_with_all_else_or_not_at_all(
+    store: AgentStore,
+) -> None:
+    assert (await store.load()).node == NodeRecord()
+    hold = Hold(requester="ann", reason="fans", since="then", operation_id="op-9")
+    drained = NodeRecord(intent=NodeIntent.DRAIN, hold=hold, stopped=2)
+    await store.commit((PutNode(record=drained),))
+    assert (await store.load()).node == drained
+    later = NodeRecord(intent=NodeIntent.MAINTAIN, hold=hold, paused=hold)
+    await refused(store, NotFound, PutNode(record=later), PutFacts(uid="x", facts=VmFacts(slot=0)))
+    await store.commit((PutNode(record=later),))
+    assert (await store.load()).node == later
 
 
 async def test_an_object_stored_again_keeps_its_place_and_takes_the_new_spec(
