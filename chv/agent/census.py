@@ -93,7 +93,9 @@ class Census:
 
     async def see(self) -> Look:
         """Return everything that is there, and who did not answer."""
-        own = await anyio.to_thread.run_sync(self._look_at_own)
+        parts = self.parts
+        files = [path for vm in parts.records.handles() for path in parts.vmms.kept_files(vm)]
+        own = await anyio.to_thread.run_sync(census_own.look, parts.layout, parts.provider, files)
         items: list[tuple[str, CensusItem]] = []
         unread: dict[str, str] = {}
         for name in DAEMONS:
@@ -103,19 +105,10 @@ class Census:
                 unread[name] = str(error)
                 continue
             items += [(name, item) for item in found]
-        for item in await anyio.to_thread.run_sync(self._judge, own, items):
+        known = {item.name for _, item in items if item.kind == "process" and item.known}
+        for item in await anyio.to_thread.run_sync(
+            census_own.judge, own, parts.layout, parts.records.explained(), parts.console.pid, known
+        ):
             items.append((CGROUPS if item.kind == "cgroup" else AGENT, item))
         read = {AGENT, *DAEMONS} - set(unread)
         return Look(tuple(items), frozenset(read if unread else {*read, CGROUPS}), unread)
-
-    def _look_at_own(self) -> census_own.Seen:
-        parts = self.parts
-        files = [path for vm in parts.records.handles() for path in parts.vmms.kept_files(vm)]
-        return census_own.look(parts.layout, parts.provider, files)
-
-    def _judge(
-        self, seen: census_own.Seen, theirs: list[tuple[str, CensusItem]]
-    ) -> list[CensusItem]:
-        known = {item.name for _, item in theirs if item.kind == "process" and item.known}
-        parts = self.parts
-        return census_own.judge(seen, parts.layout, parts.records, parts.console.pid, known)

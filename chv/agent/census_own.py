@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chv.agent.leak_records import LeakRecords
+from chv.agent.leak_records import Explained
 from chv.agent.ports import WORKER_KIND
 from chv.common import evidence
 from chv.common.ids import short_uid
@@ -56,10 +56,10 @@ def look(layout: Layout, provider: Provider, driver_files: Iterable[Path]) -> Se
 
 
 def judge(
-    seen: Seen, layout: Layout, records: LeakRecords, console_pid: int, known_ids: set[str]
+    seen: Seen, layout: Layout, records: Explained, console_pid: int, known_ids: set[str]
 ) -> list[CensusItem]:
     """Say of each thing whether a record explains it. `known_ids`: workers of stord and nwd."""
-    own_ids = records.worker_ids() | _daemon_ids(seen.workers, console_pid)
+    own_ids = records.worker_ids | _daemon_ids(seen.workers, console_pid)
     return [
         *_processes(seen.workers, own_ids),
         *_places(seen.places, records),
@@ -76,7 +76,7 @@ def _daemon_ids(workers: Iterable[FoundWorker], console_pid: int) -> set[str]:
     return {each.worker_id for each in workers if each.pid in (os.getpid(), console_pid)}
 
 
-def _processes(workers: Iterable[FoundWorker], known: set[str]) -> list[CensusItem]:
+def _processes(workers: Iterable[FoundWorker], known: frozenset[str]) -> list[CensusItem]:
     return [
         evidence.process_item(
             each, owner=each.worker_id.split(":")[3], known=each.worker_id in known
@@ -96,7 +96,7 @@ def _leaves(provider: Provider) -> list[Path]:
     return _entries(provider.base) if isinstance(provider, CgroupProvider) else []
 
 
-def _cgroups(leaves: Iterable[Path], known_ids: set[str]) -> list[CensusItem]:
+def _cgroups(leaves: Iterable[Path], known_ids: frozenset[str]) -> list[CensusItem]:
     """Leaves end with the nonce of the one worker that they were made for."""
     nonces = {worker_id.rpartition(":")[2] for worker_id in known_ids}
     items = []
@@ -133,10 +133,9 @@ def _command(pid: int) -> str:
 
 
 # --- files
-def _places(places: Iterable[tuple[str, Path]], records: LeakRecords) -> list[CensusItem]:
-    vms, snapshots = records.uids("VirtualMachine"), records.uids("VirtualMachineSnapshot")
-    by_short = {short_uid(uid): uid for uid in vms}
-    known = {"run": set(by_short), "state": vms, "snapshot": snapshots}
+def _places(places: Iterable[tuple[str, Path]], records: Explained) -> list[CensusItem]:
+    by_short = {short_uid(uid): uid for uid in records.vms}
+    known = {"run": by_short.keys(), "state": records.vms, "snapshot": records.snapshots}
     return [
         evidence.path_item(
             "file",

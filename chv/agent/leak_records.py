@@ -7,6 +7,8 @@ the VM's worker, with what the VM says that it runs; from then on it is observed
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from chv.agent.context import Context
 from chv.agent.ports import VmHandle, VmmSelection
 from chv.agent.records import FINAL_STATES, PutWorker, StoredObject, WorkerRow
@@ -23,19 +25,34 @@ log = logs.get(__name__)
 TAKEN_UP = frozenset({VmmState.RUNNING, VmmState.PAUSED})
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """What the records had at one moment, for other threads: VMMs recorded or intended, and uids
+    of VMs and of their snapshots, those under deletion included.
+    """
+
+    worker_ids: frozenset[str]
+    vms: frozenset[str]
+    snapshots: frozenset[str]
+
+
 class LeakRecords:
     """See the module."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def worker_ids(self) -> set[str]:
-        """Every VMM that is recorded or intended."""
-        return {row.worker_id for row in self._context.ledger.tables.workers.values()}
+    def explained(self) -> Explained:
+        """Return what the records have now."""
+        workers = self._context.ledger.tables.workers.values()
+        return Explained(
+            worker_ids=frozenset(row.worker_id for row in workers),
+            vms=self._uids("VirtualMachine"),
+            snapshots=self._uids("VirtualMachineSnapshot"),
+        )
 
-    def uids(self, kind: str) -> set[str]:
-        """Uids of all objects of a kind, those under deletion included."""
-        return {stored.uid for stored in self._context.ledger.tables.of_kind(kind)}
+    def _uids(self, kind: str) -> frozenset[str]:
+        return frozenset(stored.uid for stored in self._context.ledger.tables.of_kind(kind))
 
     def handles(self) -> list[VmHandle]:
         """Every VM for which a VMM was chosen."""

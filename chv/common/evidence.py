@@ -115,7 +115,7 @@ def process_item(found: FoundWorker, *, owner: str = "", known: bool) -> CensusI
         owner=owner,
         known=known,
         detail=f"pid {found.pid} uid {found.uid} {found.executable}",
-        identity=process_identity(found),
+        identity="" if known else process_identity(found),
         evidence={} if known else of_process(found),
     )
 

@@ -106,7 +106,7 @@ def _link_item(namespace: str, link: Link, owner: str, *, known: bool, detail: s
         owner=owner,
         known=known,
         detail=detail,
-        identity=f"index {link.index} mac {link.mac}",
+        identity="" if known else f"index {link.index} mac {link.mac}",
         evidence={} if known else shown | {"index": str(link.index), "mac": link.mac},
     )
 
@@ -161,7 +161,7 @@ def _table_item(namespace: str, key: TableKey, handle: int, *, known: bool) -> C
         kind="nft",
         name=key[1] if known else link_name(namespace, name),
         known=known,
-        identity=f"handle {handle}",
+        identity="" if known else f"handle {handle}",
         evidence={}
         if known
         else {"namespace": namespace or "host", "table": name, "handle": str(handle)},

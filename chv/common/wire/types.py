@@ -133,7 +133,7 @@ class HelloReply(Reply, frozen=True, kw_only=True):
     features: dict[str, str] = {}
 
 
-class CensusItem(Reply, frozen=True, kw_only=True):
+class CensusItem(Reply, frozen=True, kw_only=True, omit_defaults=True):
     """One thing of this instance that a daemon found in the kernel or on disk.
 
     `known`: a record of ours explains it. `owner` is the uid that its name carries, where it can

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from chv.agent import census_own
 from chv.agent.leak_actions import _foreign
-from chv.agent.leak_records import LeakRecords
+from chv.agent.leak_records import Explained
 from chv.common.evidence import process_item
 from chv.common.ids import short_uid
 from chv.common.layout import Layout
@@ -18,19 +18,6 @@ from chv.common.wire.types import CensusItem
 
 VM, OTHER = "11111111-1111-4111-8111-111111111111", "22222222-2222-4222-8222-222222222222"
 SNAPSHOT = "33333333-3333-4333-8333-333333333333"
-
-
-class Records:
-    """One VM with a VMM on record, and one snapshot."""
-
-    def __init__(self, *worker_ids: str) -> None:
-        self._worker_ids = worker_ids
-
-    def worker_ids(self) -> set[str]:
-        return set(self._worker_ids)
-
-    def uids(self, kind: str) -> set[str]:
-        return {VM} if kind == "VirtualMachine" else {SNAPSHOT}
 
 
 def node(tmp_path: Path) -> Layout:
@@ -49,7 +36,7 @@ def seen(layout: Layout, **changes: Any) -> census_own.Seen:
 def judged(
     layout: Layout, found: census_own.Seen, *worker_ids: str, known: tuple[str, ...] = ()
 ) -> dict[str, CensusItem]:
-    records = cast(LeakRecords, Records(*worker_ids))
+    records = Explained(frozenset(worker_ids), frozenset({VM}), frozenset({SNAPSHOT}))
     items = census_own.judge(found, layout, records, 4242, set(known))
     return {item.name: item for item in items}
 
