@@ -129,7 +129,7 @@ class Service:
             state_dir=str(self._layout.state),
             daemons=parts.daemons.statuses(),
             vmms=parts.probes.results(),
-            conditions=[*node.conditions(), _scheduling(record.paused), *self._warnings()],
+            conditions=[*node.conditions(), *_scheduling(record.paused), *self._warnings()],
             features=self._features(),
             counts=self._engine.counts(),
             transitions=list(node.transitions),
@@ -270,17 +270,19 @@ def _hold(hold: Hold | None) -> NodeHold | None:
     return None if hold is None else NodeHold(**msgspec.structs.asdict(hold))
 
 
-def _scheduling(paused: Hold | None) -> api.NodeCondition:
-    """Return whether new VMs are kept away, and by whom."""
+def _scheduling(paused: Hold | None) -> list[api.NodeCondition]:
+    """Return the condition that new VMs are kept away, where they are."""
     if paused is None:
-        return api.NodeCondition(type="SchedulingPaused", status="False", reason="NotAsked")
-    return api.NodeCondition(
-        type="SchedulingPaused",
-        status="True",
-        reason="AskedFor",
-        message=paused.words,
-        since=paused.since,
-    )
+        return []
+    return [
+        api.NodeCondition(
+            type="SchedulingPaused",
+            status="True",
+            reason="AskedFor",
+            message=paused.words,
+            since=paused.since,
+        )
+    ]
 
 
 def _teller(context: CallContext, step: str) -> OnProgress:

@@ -97,8 +97,10 @@ async def _node(session: Session, findings: Findings) -> agent.NodeStatusReply:
     if status.state == READY:
         findings.add(Check("node", True, 0, message))
         return status
-    lacking = "; ".join(each.message for each in status.conditions if each.status != "True")
-    findings.add(Check("node", False, 0, failure(message, lacking, "`chv node status`")))
+    lacking = [each.message for each in status.conditions if each.status != "True"]
+    if status.hold is not None:
+        lacking.insert(0, f"by {status.hold.requester}, {status.hold.reason or 'without a reason'}")
+    findings.add(Check("node", False, 0, failure(message, "; ".join(lacking), "`chv node status`")))
     raise Failed
 
 
