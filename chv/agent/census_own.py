@@ -150,6 +150,7 @@ def _places(places: Iterable[tuple[str, Path]], records: Explained) -> list[Cens
 
 def _api(entries: Iterable[Path], layout: Layout) -> list[CensusItem]:
     ours = {make(name) for name in DAEMONS for make in (layout.socket, layout.lock)}
+    ours.add(layout.socket("metrics"))
     return [
         evidence.path_item("socket" if _is_socket(path) else "file", path, known=path in ours)
         for path in entries

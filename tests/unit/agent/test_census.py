@@ -71,14 +71,15 @@ def test_sockets_of_the_daemons_and_of_drivers_are_explained(tmp_path: Path) -> 
     layout = node(tmp_path)
     kept = layout.vm(VM) / "api.sock"
     kept.parent.mkdir(parents=True)
-    for path in (layout.socket("stord"), layout.api / "odd.sock", kept):
+    ours = [layout.socket(name) for name in ("agent", "stord", "nwd", "console", "metrics")]
+    for path in (*ours, layout.api / "odd.sock", kept):
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(os.fspath(path))
     layout.lock("nwd").touch()
     (layout.api / "odd").touch()
     items = judged(layout, seen(layout, sockets=[kept, layout.vm(VM) / "missing"]))
     assert {name: item.known for name, item in items.items() if item.kind == "socket"} == {
-        str(layout.socket("stord")): True,
+        **{str(path): True for path in ours},
         str(layout.api / "odd.sock"): False,
         str(kept): True,
     }
