@@ -7,6 +7,7 @@ console         keeps the console holder and its lines (console/keeper.py)
 images          receives uploads; removes once an hour what no Image has
 storage events  hands stord's losses to the engine
 census          looks for what no record explains (census.py)
+metrics         answers scrapes on metrics.sock (metrics.py)
 probes          tries the VMMs, so that the first start need not wait
 
 A signal ends them and touches nothing in the world: VMs, storage daemons and networks go on.
@@ -24,11 +25,15 @@ import anyio
 
 from chv.agent import host_checks
 from chv.agent.census import Census, CensusParts
+from chv.agent.console.api import ConsoleApi
 from chv.agent.console.keeper import ConsoleKeeper
 from chv.agent.daemons import DaemonEvents, Daemons
 from chv.agent.engine import Engine
 from chv.agent.guest_access import GuestProbe
 from chv.agent.images import Images
+from chv.agent.metrics import Metrics
+from chv.agent.metrics_sample import Sampler
+from chv.agent.metrics_server import MetricsServer
 from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.node_gate import NodeGate
 from chv.agent.ports import Gate, Limits, World
@@ -50,6 +55,7 @@ from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS, CollectImages
+from chv.common.wire.agent_console import CONSOLE_METHODS
 from chv.common.wire.agent_history import HISTORY_METHODS
 from chv.common.wire.agent_leaks import LEAK_METHODS
 from chv.common.wire.agent_node import NODE_METHODS
@@ -232,7 +238,7 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
     make_directories(layout, config)
     with FileLock.acquire(layout.lock("agent")):
         agent = Agent(config_path, config, layout)
-        methods = (*METHODS, *HISTORY_METHODS, *NODE_METHODS, *LEAK_METHODS)
+        methods = (*METHODS, *HISTORY_METHODS, *NODE_METHODS, *LEAK_METHODS, *CONSOLE_METHODS)
         server = Server("agent", methods, allow_uids=frozenset(config.api.allow_uids))
         server.recovering = "reading the store"
         add_hello(server, layout)
@@ -251,13 +257,24 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
                 )
             ).register(server)
             agent.census = Census(agent.census_parts(agent.engine))
+            ConsoleApi(agent.console, agent.engine).register(server)
             UpkeepApi(
                 agent.census, agent.daemons, agent.console, agent.engine.notify_daemon_ready
             ).register(server)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_signal, tasks.cancel_scope)
                 await tasks.start(server.serve, layout.socket("agent"))
+                await _start_metrics(agent, agent.engine, agent.census, tasks)
                 await _start(agent, server, tasks)
+
+
+async def _start_metrics(
+    agent: Agent, engine: Engine, census: Census, tasks: anyio.abc.TaskGroup
+) -> None:
+    sampler = Sampler(engine.tables, agent.daemons.link("nwd"), agent.clock)
+    metrics = Metrics(agent.config, agent.node, agent.daemons, engine, census, sampler)
+    await tasks.start(MetricsServer(metrics.text).serve, agent.layout.socket("metrics"))
+    tasks.start_soon(sampler.run)
 
 
 async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> None:

@@ -24,6 +24,7 @@ from chv.agent.image.reconciler import ImageReconciler
 from chv.agent.keys import Keys
 from chv.agent.leak_records import LeakRecords
 from chv.agent.ledger import Ledger
+from chv.agent.metrics_operations import OperationCounts
 from chv.agent.mutations import Mutations
 from chv.agent.network.directory import Directory
 from chv.agent.network.exposures import ExposureReconciler
@@ -35,6 +36,7 @@ from chv.agent.records import FINAL_STATES, AgentStore, StoredObject
 from chv.agent.recovery import RecoveryReport, take_census
 from chv.agent.snapshot.reconciler import SnapshotReconciler
 from chv.agent.snapshot.whole import VmSnapshotReconciler
+from chv.agent.tables import Tables
 from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.volume.reconciler import VolumeReconciler
 from chv.agent.why import Why
@@ -75,6 +77,8 @@ class Engine:
         self.why = Why(self._context, self.history)
         self.leak_records = LeakRecords(self._context)
         self.node = NodeDesk(self._context)
+        self.operation_counts = OperationCounts()
+        self._ledger.on_commit = self.operation_counts.committed
         self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:
@@ -231,6 +235,10 @@ class Engine:
     def vm_uid(self, name: str, namespace: str) -> str:
         """The uid of a VM by name; NotFound."""
         return queries.require(self._context, "VirtualMachine", namespace, name).uid
+
+    def tables(self) -> Tables:
+        """Return the records in memory, to read at once: a reload replaces them."""
+        return self._ledger.tables
 
     def counts(self) -> dict[str, int]:
         """Objects by kind, and VMs by phase (`vm.Running`), for the node's status."""

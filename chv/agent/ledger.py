@@ -48,6 +48,7 @@ class Ledger:
         self.objects = Watch()
         self.operations = Watch()
         self.on_reload: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[Tables, tuple[Change, ...]], None] = lambda tables, changes: None
         self._lock = anyio.Lock(fast_acquire=True)
         self._doubtful = True
         self._commits = 0
@@ -80,6 +81,7 @@ class Ledger:
             await self.store.commit(with_history(self.tables, changes, self._now()))
         self.tables.apply(changes)
         self._doubtful = False
+        self.on_commit(self.tables, changes)
         self._trim()
         self._tell(changes)
 

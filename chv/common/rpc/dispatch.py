@@ -153,13 +153,32 @@ class Dispatcher:
         try:
             entry = self.admit(request, call.request_id, call.peer)
             params = decode_params(entry.method.params, request)
-            result = await self._run(entry, params, call, _budget_s(entry, request))
+            result = await self._logged(entry, params, call, _budget_s(entry, request))
             return _success(entry.method, call.request_id, result)
         except RequestError as error:
             return Answer(encode_error(call.request_id, error.error, error.jsonrpc_code))
         except Exception as error:  # noqa: BLE001  the firewall: no handler harms the server
             known = self._for_the_wire(request.method, error)
             return Answer(encode_error(call.request_id, known))
+
+    async def _logged(self, entry: Entry, params: Any, call: Call, budget_s: float) -> Any:
+        """Run, and log what a call in the name of an operation came to."""
+        operation_id = getattr(getattr(params, "meta", None), "operation_id", "")
+        if not operation_id:
+            return await self._run(entry, params, call, budget_s)
+        began_s, outcome = anyio.current_time(), "cancelled"
+        try:
+            result = await self._run(entry, params, call, budget_s)
+            outcome = "done"
+        except Exception as error:
+            known = _only_chv_error(error)
+            outcome = str(known.code) if known is not None else "INTERNAL"
+            raise
+        finally:
+            taken_ms = round((anyio.current_time() - began_s) * 1000, 3)
+            extra = {"method": entry.method.name, "operation_id": operation_id, "outcome": outcome}
+            log.info("rpc.done", extra={**extra, "duration_ms": taken_ms})
+        return result
 
     async def _run(self, entry: Entry, params: Any, call: Call, budget_s: float) -> Any:
         slots = self._stream_slots if entry.method.events else self._call_slots
