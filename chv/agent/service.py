@@ -223,7 +223,9 @@ class Service:
         else:
             known = ", ".join(DAEMON_LOGS)
             raise InvalidArgument(f"no daemon {name!r}", field="target", hint=f"one of {known}")
-        text, start = await log_reader.read(path, request.tail_lines, request.target)
+        text, start = await log_reader.read(
+            path, request.tail_lines, request.target, log_reader.moment(request.since)
+        )
         for offset in range(0, len(text), log_reader.CHUNK_BYTES):
             await context.emit(api.LogChunk(text=text[offset : offset + log_reader.CHUNK_BYTES]))
         if request.follow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chv import VERSION
+from chv.cli.parser_console import add_console
 from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
 from chv.cli.parser_node import add_node
@@ -25,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     _objects(commands)
     _verbs(commands)
     _guest(commands)
+    add_console(commands, _add)
     _operations(commands)
     add_history(commands, _add)
     _images(commands)
@@ -149,11 +151,6 @@ def _guest(commands: Sub[argparse.ArgumentParser]) -> None:
     ssh.add_argument("-p", "--port", type=int, default=22)
     _namespace(ssh)
     ssh.add_argument("command", nargs="*", help="after --, passed as it is")
-    logs = _add(commands, "logs", "logs:logs", "Show a serial console or a daemon's log.")
-    logs.add_argument("target", help="vm/NAME or daemon/agent|stord|nwd|console")
-    logs.add_argument("-f", "--follow", action="store_true")
-    logs.add_argument("--tail", type=int, default=200, metavar="LINES")
-    _namespace(logs)
 
 
 def _operations(commands: Sub[argparse.ArgumentParser]) -> None:

@@ -19,6 +19,7 @@ import anyio.abc
 
 from chv import VERSION
 from chv.agent.console.recording import MARK_ATTACHED, Recording
+from chv.agent.console.viewers import Screen
 from chv.agent.console.wire import (
     ATTACH_CONSOLE,
     DETACH_CONSOLE,
@@ -31,10 +32,11 @@ from chv.agent.console.wire import (
 )
 from chv.common import logs
 from chv.common.clock import boot_id
-from chv.common.errors import Conflict, Unavailable
+from chv.common.errors import Conflict, FailedPrecondition, Unavailable
 from chv.common.files import FileLock
 from chv.common.layout import Layout
-from chv.common.rpc import Server
+from chv.common.rpc import Server, WithFds
+from chv.common.wire.agent_console import OPEN_LINE, ConsoleReply, OpenLine
 from chv.common.wire.hello import common_version
 from chv.common.wire.types import HELLO, Done, Empty, HelloReply, HelloRequest
 
@@ -54,6 +56,7 @@ class Holder:
         self._tasks = tasks
         self._lines: dict[str, anyio.CancelScope] = {}
         self._sought: set[str] = set()  # that ended a moment ago
+        self._screens: dict[str, Screen] = {}
 
     async def hello(self, request: HelloRequest) -> HelloReply:
         """Say who we are."""
@@ -79,6 +82,8 @@ class Holder:
             connection.close()
             raise Unavailable(f"serial line of {request.vm_id}: {error.strerror}") from error
         recording.mark(MARK_ATTACHED)
+        screen = self._screens.setdefault(request.vm_id, Screen())
+        screen.connection = connection
         scope = anyio.CancelScope()
         self._lines[request.vm_id] = scope
         self._tasks.start_soon(self._record, request, connection, recording, scope)
@@ -91,12 +96,16 @@ class Holder:
         recording: Recording,
         scope: anyio.CancelScope,
     ) -> None:
+        screen = self._screens.get(request.vm_id) or Screen()  # detached before this began
         try:
             with scope:
                 while data := await _receive(connection):
                     recording.write(data)
+                    screen.show(data)
             await _hang_up(connection, recording)
         finally:
+            if screen.connection is connection:
+                screen.connection = None
             connection.close()
             recording.close()
             ended = self._lines.get(request.vm_id) is scope
@@ -116,6 +125,21 @@ class Holder:
                 with suppress(Unavailable):
                     await self.attach(request)
         self._sought.discard(request.vm_id)
+        if request.vm_id not in self._lines:
+            self._end_screen(request.vm_id, "the VM ended")
+
+    def _end_screen(self, vm_id: str, why: str) -> None:
+        screen = self._screens.pop(vm_id, None)
+        if screen is not None:
+            screen.end(why)
+
+    async def open_line(self, request: OpenLine) -> WithFds[ConsoleReply]:
+        """Hand out the viewer's end of a socket."""
+        screen = self._screens.get(request.vm_id)
+        if screen is None:
+            raise FailedPrecondition(f"no serial line of {request.vm_id} is held")
+        reply, viewer = screen.open(request, self._tasks)
+        return WithFds(reply, [viewer.detach()])
 
     async def detach(self, request: DetachConsole) -> Done:
         """Stop recording one VM."""
@@ -123,6 +147,7 @@ class Holder:
         scope = self._lines.pop(request.vm_id, None)
         if scope is not None:
             scope.cancel()
+        self._end_screen(request.vm_id, "the VM ended")
         return Done()
 
     async def attached(self, request: Empty) -> AttachedConsoles:
@@ -169,6 +194,7 @@ async def run(layout: Layout) -> None:
             server.add(ATTACH_CONSOLE, holder.attach)
             server.add(DETACH_CONSOLE, holder.detach)
             server.add(LIST_CONSOLES, holder.attached)
+            server.add(OPEN_LINE, holder.open_line)
             server.add(SHUT_DOWN, holder.shut_down)
             await server.serve(layout.socket("console"), mode=0o600)
 

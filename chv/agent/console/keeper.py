@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -37,6 +38,7 @@ from chv.common.process import (
 )
 from chv.common.rpc import Client, connect
 from chv.common.wire.agent import DaemonStatus
+from chv.common.wire.agent_console import OPEN_LINE, ConsoleReply, OpenLine
 from chv.common.wire.hello import check_reply
 from chv.common.wire.types import HELLO, Empty, HelloReply, HelloRequest
 
@@ -66,6 +68,8 @@ class ConsoleKeeper:
         self._restarts = -1  # the first start is none
         self._poked = anyio.Event()
         self._up = anyio.Event()
+        # Told of every holder that answers anew: it has no lines yet.
+        self.on_up: Callable[[], None] = _nobody
 
     def attached(self, vm_uid: str) -> bool:
         """Whether the line is held, from memory."""
@@ -126,6 +130,8 @@ class ConsoleKeeper:
             self._restarts += 1
             self._poked = anyio.Event()
             self._up.set()
+            if self._restarts > 0:
+                self.on_up()
             while True:
                 listed = await client.call(LIST_CONSOLES, Empty(), timeout_s=CHECK_EVERY_S)
                 self._attached = set(listed.vm_ids)
@@ -226,7 +232,15 @@ class ConsoleKeeper:
         if self._client is not None:
             await self._client.call(DETACH_CONSOLE, DetachConsole(vm_id=vm_uid))
 
+    async def open_line(self, request: OpenLine) -> tuple[ConsoleReply, list[int]]:
+        """Return a viewer's socket from the holder; FailedPrecondition: it has no such line."""
+        return await self._connected().call_fds(OPEN_LINE, request)
+
     def _connected(self) -> Client:
         if self._client is None:
             raise Unavailable("the console holder is not up yet", resource="daemon/console")
         return self._client
+
+
+def _nobody() -> None:
+    return None

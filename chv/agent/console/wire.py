@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chv.common.rpc.method import Method
+from chv.common.wire.agent_console import OPEN_LINE
 from chv.common.wire.types import HELLO, Done, Empty, Message, PathText, Reply, Uid
 
 
@@ -34,4 +35,4 @@ DETACH_CONSOLE = Method("DetachConsole", DetachConsole, Done)
 LIST_CONSOLES = Method("ListConsoles", Empty, AttachedConsoles, mutating=False)
 SHUT_DOWN = Method("ShutDown", Empty, Done)
 
-METHODS = (HELLO, ATTACH_CONSOLE, DETACH_CONSOLE, LIST_CONSOLES, SHUT_DOWN)
+METHODS = (HELLO, ATTACH_CONSOLE, DETACH_CONSOLE, LIST_CONSOLES, OPEN_LINE, SHUT_DOWN)

@@ -426,12 +426,18 @@ class GuestAccessReply(Reply, frozen=True, kw_only=True):
 
 
 class ReadLogs(Message, frozen=True, kw_only=True):
-    """Lines of `vm/NAME` (the serial console) or `daemon/NAME`, then new ones if `follow`."""
+    """Lines of `vm/NAME` (the serial console) or `daemon/NAME`, then new ones if `follow`.
+
+    `since`: RFC 3339 in UTC, only from then on.
+    """
 
     target: Annotated[str, Meta(pattern=r"^(vm|daemon)/[a-z0-9-]{1,63}\Z")]
     namespace: Name = "default"
     tail_lines: Annotated[int, Meta(ge=0, le=LOG_LINES_MAX)] = 200
     follow: bool = False
+    since: Annotated[
+        str, Meta(pattern=r"^([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(\.[0-9]{1,6})?Z)?\Z")
+    ] = ""
 
 
 class LogChunk(Reply, frozen=True, kw_only=True):

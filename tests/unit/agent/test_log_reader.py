@@ -49,6 +49,28 @@ async def test_follow_yields_what_is_appended_and_what_a_rotation_brings(tmp_pat
     assert "".join(seen) == "appended\nrotated\n"
 
 
+async def test_since_begins_at_the_time_even_in_the_rotated_file(tmp_path: Path) -> None:
+    (tmp_path / "log.1").write_text(
+        "2026-01-01T10:00:00.000Z a\n2026-01-01T11:00:00.000Z b\nno time\n"
+    )
+    path = tmp_path / "log"
+    path.write_text('{"time":"2026-01-01T12:00:00.000Z","event":"c"}\n')
+    since = log_reader.moment("2026-01-01T10:30:00Z")
+    text, _ = await log_reader.read(path, 100, "vm/a", since)
+    assert text.startswith("2026-01-01T11:00:00.000Z b\nno time\n{")
+    assert text.count("\n") == 3
+    assert (await log_reader.read(path, 1, "vm/a", since))[0].endswith('"c"}\n')
+    late = log_reader.moment("2027-01-01T00:00:00Z")
+    assert (await log_reader.read(path, 100, "vm/a", late))[0] == ""
+
+
+async def test_tail_reads_into_the_rotated_file(tmp_path: Path) -> None:
+    (tmp_path / "log.1").write_text("one\ntwo\n")
+    path = tmp_path / "log"
+    path.write_text("three\n")
+    assert (await log_reader.read(path, 2, "vm/a"))[0] == "two\nthree\n"
+
+
 async def _collect(path: Path, start: os.stat_result, seen: list[str]) -> None:
     async for chunk in log_reader.follow(path, start):
         seen.append(chunk)
