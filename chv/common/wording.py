@@ -38,6 +38,9 @@ WORDS: Final = {
     r"^((iqn|eui|naa)\.[A-Za-z0-9.:_-]{1,219})?\Z": "an iSCSI name: iqn.2024-01.example:disk",
     r"^([0-9]{1,6}(ms|s))?\Z": "a duration: 500ms or 5s",
     r"^[0-9]{1,6}(ms|s|m|h)\Z": "a duration: 500ms, 30s, 5m, 2h",
+    r"^([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(\.[0-9]{1,6})?Z)?\Z": (
+        "a time in UTC: 2026-01-31T12:00:00Z"
+    ),
     r"^(https?://[^/@?#\x00-\x20]+([/?][\x21-\x7e]*)?)?\Z": "a URL without user or fragment:"
     " https://images.example/disk.qcow2",
     r"^https?://[\x21-\x7e]+\Z": "a URL: https://images.example/disk.qcow2",

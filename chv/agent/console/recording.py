@@ -24,6 +24,7 @@ class Recording:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._fd).st_size
         self._partial = b""
+        self._last = datetime.min.replace(tzinfo=UTC)
 
     def mark(self, text: str) -> None:
         """Write a line of our own."""
@@ -45,7 +46,9 @@ class Recording:
         os.close(self._fd)
 
     def _write_line(self, line: bytes) -> None:
-        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        # A clock that is set back must not put a line before one that it followed.
+        self._last = max(self._last, datetime.now(UTC))
+        stamp = self._last.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         record = stamp.encode() + b" " + line.rstrip(b"\r") + b"\n"
         if self._size + len(record) > FILE_BYTES_MAX:
             self._rotate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,24 @@ def test_every_line_carries_a_time(tmp_path: Path) -> None:
     log.write(b"one\n")
     log.close()
     assert tail_lines(tmp_path, 1)[0].split(" ")[0].endswith("Z")
+
+
+def test_a_clock_set_back_puts_no_line_before_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Recording(tmp_path)
+    log.write(b"one\n")
+
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Earlier:
+            return cls(2000, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(recording, "datetime", Earlier)
+    log.write(b"two\n")
+    log.close()
+    one, two = tail_lines(tmp_path, 2)
+    assert one.split(" ")[0] == two.split(" ")[0]
 
 
 def test_endless_line_is_cut_and_bounded(tmp_path: Path) -> None:
