@@ -271,7 +271,7 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
 async def _start_metrics(
     agent: Agent, engine: Engine, census: Census, tasks: anyio.abc.TaskGroup
 ) -> None:
-    sampler = Sampler(engine.tables, agent.daemons.link("nwd"), agent.clock)
+    sampler = Sampler(engine.tables, agent.daemons.link, agent.clock)
     metrics = Metrics(agent.config, agent.node, agent.daemons, engine, census, sampler)
     await tasks.start(MetricsServer(metrics.text).serve, agent.layout.socket("metrics"))
     tasks.start_soon(sampler.run)

@@ -15,6 +15,7 @@ from chv.agent.context import phase_of
 from chv.agent.daemons import Daemons
 from chv.agent.engine import Engine
 from chv.agent.metrics_sample import Sampler
+from chv.agent.metrics_storage import storage_families
 from chv.agent.metrics_text import Family, render
 from chv.agent.node import Node, NodeState
 from chv.common.config import Config
@@ -53,6 +54,7 @@ class Metrics:
             *self._vms(),
             *self._processes(),
             *self._nics(),
+            *storage_families(self.engine.tables(), self.sampler.storage()),
             *self.engine.operation_counts.families(),
             *self._upkeep(),
         ]

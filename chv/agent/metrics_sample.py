@@ -1,4 +1,4 @@
-"""What metrics must ask for: processes of VMMs from /proc, NIC counters from nwd.
+"""What metrics must ask for: processes of VMMs from /proc, counters from nwd and stord.
 
 Asked in the background and only while somebody scrapes, so that an idle node pays nothing and no
 scrape waits for a daemon. What was not heard of for `STALE_S` is absent from then on.
@@ -7,7 +7,7 @@ scrape waits for a daemon. What was not heard of for `STALE_S` is absent from th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from chv.common.clock import Clock
 from chv.common.errors import ChvError
 from chv.common.process import procfs
 from chv.common.wire.nwd_policy import NIC_STATS, GetNicStats, NicStats
+from chv.common.wire.stord import GET_METRICS, StorageMetrics
+from chv.common.wire.types import Empty
 
 log = logs.get(__name__)
 EVERY_S = 5.0
@@ -45,14 +47,17 @@ class Sampled:
 
     processes: Mapping[str, ProcessUse] = field(default_factory=dict)  # by VM uid
     nics: Mapping[str, NicStats] = field(default_factory=dict)  # by NIC uid
+    storage: StorageMetrics | None = None
     at_s: dict[str, float] = field(default_factory=dict)  # by source
 
 
 class Sampler:
     """See the module."""
 
-    def __init__(self, tables: Callable[[], Tables], nwd: DaemonLink, clock: Clock) -> None:
-        self._tables, self._nwd, self._clock = tables, nwd, clock
+    def __init__(
+        self, tables: Callable[[], Tables], link: Callable[[str], DaemonLink], clock: Clock
+    ) -> None:
+        self._tables, self._link, self._clock = tables, link, clock
         self._last = Sampled()
         self._scraped = anyio.Event()
         self._scraped_at_s = 0.0
@@ -69,6 +74,10 @@ class Sampler:
     def nics(self) -> Mapping[str, NicStats]:
         """Return the counters of each NIC, nothing where nwd has not answered for too long."""
         return self._last.nics if self._is_fresh("nwd") else {}
+
+    def storage(self) -> StorageMetrics | None:
+        """Return what stord counts, None where it has not answered for too long."""
+        return self._last.storage if self._is_fresh("stord") else None
 
     def ages_s(self) -> dict[str, float]:
         """Return how old the last answer of each source is, seconds."""
@@ -96,13 +105,27 @@ class Sampler:
         }
         self._last.processes = await anyio.to_thread.run_sync(_uses, workers)
         self._last.at_s["proc"] = self._clock.monotonic()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._ask, "nwd", self._ask_nwd)
+            tasks.start_soon(self._ask, "stord", self._ask_stord)
+
+    async def _ask(self, source: str, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask a daemon; one that does not answer leaves its last answer to grow stale."""
         try:
-            with anyio.move_on_after(ASK_TIMEOUT_S):
-                reply = await self._nwd.call(NIC_STATS, GetNicStats())
-                self._last.nics = {each.nic_id: each for each in reply.nics}
-                self._last.at_s["nwd"] = self._clock.monotonic()
+            with anyio.move_on_after(ASK_TIMEOUT_S) as scope:
+                await ask()
         except ChvError as error:
-            log.debug("metrics.nwd_not_asked", error=error)
+            log.debug("metrics.not_answered", source=source, error=error)
+            return
+        if not scope.cancelled_caught:
+            self._last.at_s[source] = self._clock.monotonic()
+
+    async def _ask_nwd(self) -> None:
+        reply = await self._link("nwd").call(NIC_STATS, GetNicStats())
+        self._last.nics = {each.nic_id: each for each in reply.nics}
+
+    async def _ask_stord(self) -> None:
+        self._last.storage = await self._link("stord").call(GET_METRICS, Empty())
 
 
 def _uses(workers: Mapping[str, tuple[int, int]]) -> dict[str, ProcessUse]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,7 +58,9 @@ def scrape(node: LiveNode) -> str:
 def test_a_running_vm_is_counted(node: LiveNode) -> None:
     received = f'kubevirt_vmi_network_receive_bytes_total{VM},interface="net"}}'
     wait_for(lambda: received in scrape(node), 20, "the NIC's counters")
+    wait_for(lambda: "chv_volume_size_bytes" in scrape(node), 20, "what stord counts")
     lines = scrape(node).splitlines()
+    assert f'chv_volume_size_bytes{{namespace="default",name="disk"}} {16 << 20}' in lines
     assert f"kubevirt_vmi_memory_domain_bytes{VM}}} {64 << 20}" in lines
     assert any(line.startswith(f"kubevirt_vmi_memory_resident_bytes{VM}}} ") for line in lines)
     assert 'chv_node_state{state="TenantReady"} 1' in lines
@@ -74,7 +77,8 @@ def test_a_hung_daemon_loses_its_series_and_no_scrape_waits(node: LiveNode) -> N
         wait_for(lambda: 'chv_daemon_up{daemon="nwd"} 0' in scrape(node), 20, "nwd is down")
         assert f"kubevirt_vmi_memory_resident_bytes{VM}}}" in scrape(node)
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # its supervisor may have been faster
+            os.kill(pid, signal.SIGCONT)
     wait_for(lambda: 'chv_daemon_up{daemon="nwd"} 1' in scrape(node), 30, "nwd is back")
 
 

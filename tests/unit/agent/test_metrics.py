@@ -5,19 +5,27 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import pytest
 
+from chv.agent import metrics_sample
+from chv.agent.links import DaemonLink
 from chv.agent.metrics_operations import OperationCounts
-from chv.agent.metrics_sample import process_use
+from chv.agent.metrics_sample import STALE_S, Sampler, process_use
 from chv.agent.metrics_server import HEAD_BYTES_MAX, MetricsServer
 from chv.agent.metrics_text import Family, Histogram, number, render
 from chv.agent.records import PutOperation
 from chv.agent.tables import Tables
 from chv.common.process import procfs
+from chv.common.rpc import Method
 from chv.common.wire.agent import Operation, OperationState, OperationStep
+from chv.common.wire.nwd_policy import NicStats, NicStatsReply
+from chv.common.wire.stord import StorageMetrics
 
 
 def test_unknown_is_absent_and_an_empty_family_too() -> None:
@@ -124,3 +132,53 @@ def test_the_server_answers(tmp_path: Path, request_: bytes, status: bytes) -> N
     assert answer.startswith(b"HTTP/1.1 " + status)
     assert answer.endswith(b"a 1\n") == (status == b"200 OK")
     assert not path.exists()
+
+
+class SetClock:
+    """A clock that stands where it is set."""
+
+    moment_s = 1000.0
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self.moment_s, UTC)
+
+    def monotonic(self) -> float:
+        return self.moment_s
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError(seconds)
+
+
+class Daemon:
+    """Answers, until it hangs."""
+
+    hangs = False
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    async def call(self, method: Method[Any, Any], params: object) -> object:
+        if self.hangs:
+            await anyio.sleep_forever()
+        return self._answer
+
+
+def test_counters_of_a_hung_daemon_go_away_and_others_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_sample, "ASK_TIMEOUT_S", 0.01)
+    nwd = Daemon(NicStatsReply(nics=[NicStats(nic_id="nic")]))
+    daemons = {"nwd": nwd, "stord": Daemon(StorageMetrics())}
+    clock = SetClock()
+    sampler = Sampler(Tables, cast("Callable[[str], DaemonLink]", daemons.__getitem__), clock)
+    assert sampler.storage() is None
+    anyio.run(sampler.sample)
+    assert list(sampler.nics()) == ["nic"]
+    nwd.hangs = True
+    clock.moment_s += STALE_S - 1
+    anyio.run(sampler.sample)
+    assert list(sampler.nics()) == ["nic"]
+    clock.moment_s += 1
+    assert sampler.nics() == {}
+    assert sampler.storage() == StorageMetrics()
+    assert sampler.ages_s() == {"proc": 1, "nwd": STALE_S, "stord": 1}
