@@ -126,7 +126,8 @@ def _long_paths(area: str) -> list[str]:
             "tests/integration/test_node_probe*.py",
             "tests/integration/test_node_snapshots.py",
             "tests/integration/test_verify.py",
-            "tests/crash/test_agent_crash_[cq]*.py",
+            "tests/integration/test_stord_proxy*.py",
+            "tests/crash/test_agent_crash_[cqs]*.py",
         ],
         "rpc": ["tests/unit/common/rpc", "tests/integration/test_rpc_*.py"],
     }
