@@ -43,7 +43,10 @@ from chv.common.wire.resources import (
     VmmIdentity,
 )
 
-MAY_PASS = (Unavailable, DeadlineExceeded, Conflict)  # before anything was touched
+MAY_PASS = (Unavailable, DeadlineExceeded, Conflict)
+# How long a VM stands at most until it is known what an agent that died left of its snapshot.
+JUDGE_S_MAX = 15.0
+JUDGE_EVERY_S = 0.2
 FAILPOINTS = tuple(
     f"agent.vm_snapshot.{name}"
     for name in ("begin", "save", "written", "kept", "saved", "disks", "taken", "resumed", "remove")
@@ -64,6 +67,8 @@ class Attempt:
 class VmSnapshotReconciler(SnapshotReconciler):
     """The reconciler of one snapshot of a whole VM."""
 
+    _undecided_since = 0.0  # monotonic; since when it could not be told what an agent had left
+
     async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Decide first what an agent has left that ended in the middle of it."""
         if snapshot_facts(stored).stage is not SaveStage.NONE:
@@ -74,14 +79,21 @@ class VmSnapshotReconciler(SnapshotReconciler):
         """The VM has stood still since: where all is there, it is of one instant."""
         facts = snapshot_facts(stored)
         assert facts.saved is not None
+        failure: ChvError = Unavailable("the agent ended while it was being taken")
         try:
             whole = await self._is_whole(facts, facts.saved)
-        except ChvError:
-            whole = False  # not to be found out now, and the VM must not stand for ever
+        except MAY_PASS as error:
+            now = self._context.world.clock.monotonic()
+            self._undecided_since = self._undecided_since or now
+            if now - self._undecided_since < JUDGE_S_MAX:  # the daemons may be starting, too
+                return Waiting(JUDGE_EVERY_S)
+            whole, failure = False, error
+        except ChvError as error:
+            whole, failure = False, error
         if whole:
             await self._record(taken=True, stage=SaveStage.NONE)
         else:
-            await self._fail(Unavailable("the agent ended while it was being taken"))
+            await self._fail(failure)
         self._context.wake(facts.saved.vm_uid)
         return Again()
 
