@@ -195,6 +195,9 @@ def test_a_killed_holder_is_told_and_the_viewer_attached_again(node: LiveNode) -
         one.type(b"after-kill")
         one.sees(b"after-kill")
     assert node.workers("vmm") == vmm
+    recorded = node.cli("logs", "vm/talker", "--no-timestamps").stdout.splitlines()
+    lost = recorded.index("--- the console holder ended: what the guest said since is lost")
+    assert recorded[lost + 1].startswith("--- console attached")
 
 
 def test_logs_since_and_without_times(node: LiveNode) -> None:

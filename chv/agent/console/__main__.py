@@ -18,7 +18,7 @@ import anyio
 import anyio.abc
 
 from chv import VERSION
-from chv.agent.console.recording import MARK_ATTACHED, Recording
+from chv.agent.console.recording import MARK_ATTACHED, MARK_HOLDER_LOST, Recording, was_held
 from chv.agent.console.viewers import Screen
 from chv.agent.console.wire import (
     ATTACH_CONSOLE,
@@ -56,6 +56,7 @@ class Holder:
         self._tasks = tasks
         self._lines: dict[str, anyio.CancelScope] = {}
         self._sought: set[str] = set()  # that ended a moment ago
+        self._held: set[str] = set()  # whose lines are or were held here
         self._screens: dict[str, Screen] = {}
 
     async def hello(self, request: HelloRequest) -> HelloReply:
@@ -77,7 +78,7 @@ class Holder:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(request.socket)
-            recording = Recording(Path(request.directory))
+            recording = self._recording(request)
         except OSError as error:
             connection.close()
             raise Unavailable(f"serial line of {request.vm_id}: {error.strerror}") from error
@@ -88,6 +89,18 @@ class Holder:
         self._lines[request.vm_id] = scope
         self._tasks.start_soon(self._record, request, connection, recording, scope)
         return Done()
+
+    def _recording(self, request: AttachConsole) -> Recording:
+        directory = Path(request.directory)
+        another = request.vm_id not in self._held and was_held(directory, Path(request.socket))
+        self._held.add(request.vm_id)
+        bound = log.bind(vm_id=request.vm_id)
+        recording = Recording(
+            directory, lambda error: bound.error("console.recording_failed", error=error)
+        )
+        if another:
+            recording.mark(MARK_HOLDER_LOST)
+        return recording
 
     async def _record(
         self,
@@ -144,6 +157,7 @@ class Holder:
     async def detach(self, request: DetachConsole) -> Done:
         """Stop recording one VM."""
         self._sought.discard(request.vm_id)
+        self._held.discard(request.vm_id)
         scope = self._lines.pop(request.vm_id, None)
         if scope is not None:
             scope.cancel()

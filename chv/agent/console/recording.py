@@ -6,7 +6,9 @@ Standard library only: the holder process must stay small. Files are `console.lo
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,14 +16,18 @@ FILE_NAME = "console.log"
 FILE_BYTES_MAX = 4 << 20
 LINE_BYTES_MAX = 4096
 MARK_ATTACHED = "--- console attached"
+MARK_HOLDER_LOST = "--- the console holder ended: what the guest said since is lost"
 
 
 class Recording:
     """Appends serial output; a line is written when it is whole, too long, or at close."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, on_failure: Callable[[str], None] | None = None) -> None:
+        """`on_failure` is told of the first line that cannot be written, and not of the next."""
         self._path = directory / FILE_NAME
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._on_failure = on_failure
+        self._lost_lines = 0
+        self._fd = self._open()
         self._size = os.fstat(self._fd).st_size
         self._partial = b""
         self._last = datetime.min.replace(tzinfo=UTC)
@@ -50,19 +56,60 @@ class Recording:
         self._last = max(self._last, datetime.now(UTC))
         stamp = self._last.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         record = stamp.encode() + b" " + line.rstrip(b"\r") + b"\n"
-        if self._size + len(record) > FILE_BYTES_MAX:
-            self._rotate()
         # A full disk must not end the holder: output is lost then, and the guest goes on.
         try:
-            self._size += os.write(self._fd, record)
-        except OSError:
-            self._size = os.fstat(self._fd).st_size
+            self._append(self._told(stamp) + record)
+        except OSError as error:
+            self._lose(error)
+        else:
+            self._lost_lines = 0
+
+    def _told(self, stamp: str) -> bytes:
+        """Return what is said before the next line that can be written."""
+        if not self._lost_lines:
+            return b""
+        return (
+            f"{stamp} --- {self._lost_lines} lines are lost: they could not be written\n".encode()
+        )
+
+    def _append(self, record: bytes) -> None:
+        """Write all of it or nothing; OSError."""
+        if self._size + len(record) > FILE_BYTES_MAX:
+            self._rotate()
+        written = os.write(self._fd, record)
+        if written != len(record):
+            os.ftruncate(self._fd, self._size)  # no torn line before the next
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += written
+
+    def _lose(self, error: OSError) -> None:
+        self._lost_lines += 1
+        if self._lost_lines == 1 and self._on_failure is not None:
+            self._on_failure(os.strerror(error.errno or 0))
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return os.open(self._path, flags, 0o600)
 
     def _rotate(self) -> None:
-        self._path.replace(self._path.with_name(f"{FILE_NAME}.1"))
+        older = self._path.with_name(f"{FILE_NAME}.1")
+        self._path.replace(older)
+        try:
+            fresh = self._open()
+        except OSError:
+            older.replace(self._path)  # the full file stays the one that is read
+            raise
         os.close(self._fd)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._size = 0
+        self._fd, self._size = fresh, 0
+
+
+def was_held(directory: Path, serial: Path) -> bool:
+    """Whether something was recorded since this serial socket was made."""
+    try:
+        recorded = (directory / FILE_NAME).stat().st_mtime_ns
+        return recorded > serial.stat().st_ctime_ns
+    except FileNotFoundError:
+        return False
 
 
 def tail_lines(directory: Path, count: int) -> list[str]:

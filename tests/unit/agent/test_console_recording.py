@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chv.agent.console import recording
-from chv.agent.console.recording import Recording, tail_lines
+from chv.agent.console.recording import Recording, tail_lines, was_held
 
 
 def texts(directory: Path, count: int = 1000) -> list[str]:
@@ -88,12 +89,63 @@ def test_tail_zero_is_nothing(tmp_path: Path) -> None:
     assert tail_lines(tmp_path, 0) == []
 
 
-def test_full_disk_loses_output_and_not_the_recorder(
+def test_full_disk_loses_output_and_not_the_recorder_and_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    log = Recording(tmp_path, told.append)
+    good, log._fd = log._fd, os.open("/dev/full", os.O_WRONLY)
+    log.write(b"lost\nlost too\n")
+    assert told == ["No space left on device"]
+    os.close(log._fd)
+    log._fd = good
+    log.write(b"there\nmore\n")
+    assert texts(tmp_path) == ["--- 2 lines are lost: they could not be written", "there", "more"]
+    log._fd = os.open("/dev/full", os.O_WRONLY)
+    log.write(b"again\n")
+    assert len(told) == 2
+    os.close(log._fd)
+    log._fd = good
+    log.close()
+
+
+def test_a_line_that_was_written_in_part_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Recording(tmp_path)
-    os.close(log._fd)
-    log._fd = os.open("/dev/full", os.O_WRONLY)
-    log.write(b"lost\n")
+    log.write(b"whole\n")
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+        log.write(b"torn\n")
+    assert texts(tmp_path) == ["whole"]
+    log.write(b"next\n")
     log.close()
-    assert texts(tmp_path) == []
+    assert texts(tmp_path) == ["whole", "--- 1 lines are lost: they could not be written", "next"]
+
+
+def test_a_rotation_that_fails_keeps_what_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "FILE_BYTES_MAX", 60)
+    log = Recording(tmp_path)
+    log.write(b"first\n")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        log.write(b"too much for one file\n")
+    assert texts(tmp_path) == ["first"]
+    log.close()
+
+
+def test_a_socket_older_than_the_record_was_held_before(tmp_path: Path) -> None:
+    serial = tmp_path / "serial"
+    assert not was_held(tmp_path, serial)
+    Recording(tmp_path).close()
+    os.utime(tmp_path / "console.log", ns=(1, 1))
+    serial.touch()
+    assert not was_held(tmp_path, serial)
+    later = serial.stat().st_ctime_ns + 1
+    os.utime(tmp_path / "console.log", ns=(later, later))
+    assert was_held(tmp_path, serial)
