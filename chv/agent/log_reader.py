@@ -15,6 +15,7 @@ from chv.common.errors import InvalidArgument, NotFound
 POLL_S = 0.2
 TAIL_BYTES_MAX = 8 << 20
 CHUNK_BYTES = 65536
+MISSING = "--- rotated faster than it was read: lines are missing here\n"
 # At the start of a serial line, in the first field of a daemon's.
 STAMP = re.compile(rb'^(?:\{"time":")?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?Z)')
 
@@ -87,13 +88,30 @@ async def follow(path: Path, start: os.stat_result) -> AsyncIterator[str]:
 
 
 def _appended(path: Path, inode: int, offset: int) -> tuple[str, int, int]:
+    """Return what comes next and where that ended: the rest of a rotated file before the new."""
     try:
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
-            if status.st_ino != inode or status.st_size < offset:
-                inode, offset = status.st_ino, 0
+            if status.st_ino != inode:
+                rest, missing = _rest_of_rotated(path, inode, offset)
+                if rest:
+                    return rest.decode("utf-8", "replace"), inode, offset + len(rest)
+                return MISSING if missing else "", status.st_ino, 0
+            offset = 0 if status.st_size < offset else offset
             stream.seek(offset)
             data = stream.read(CHUNK_BYTES)
     except FileNotFoundError:
         return "", inode, offset
     return data.decode("utf-8", "replace"), inode, offset + len(data)
+
+
+def _rest_of_rotated(path: Path, inode: int, offset: int) -> tuple[bytes, bool]:
+    """Return what was not read of the file that was rotated, and whether it is gone already."""
+    try:
+        with path.with_name(f"{path.name}.1").open("rb") as stream:
+            if os.fstat(stream.fileno()).st_ino != inode:
+                return b"", True
+            stream.seek(offset)
+            return stream.read(CHUNK_BYTES), False
+    except FileNotFoundError:
+        return b"", False

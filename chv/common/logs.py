@@ -3,7 +3,8 @@
 `setup` once a process, `get(__name__)` once a module: `log.info("vm.started", vm_id=uid)`.
 Levels: error = someone must act, warning = recovered, info = life cycle, debug = the rest.
 A `Secret` in any field is written as `***`. Logging never fails the caller: a line that cannot
-be written is counted and reported as `dropped` in the next one that can.
+be written is counted and reported as `dropped` in the next one that can. A log file that has the
+daemon's name is rotated by size (log_rotation.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import IO, Any
 
@@ -18,6 +20,7 @@ import msgspec
 
 from chv.common.clock import timestamp
 from chv.common.errors import ChvError
+from chv.common.log_rotation import rotate_if_full
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -107,6 +110,12 @@ class _JsonHandler(logging.Handler):
             self._dropped += 1
         else:
             self._dropped = 0
+            self._bound()
+
+    def _bound(self) -> None:
+        # A log that cannot be rotated (a full disk) is still a log; the next line tries again.
+        with suppress(OSError, ValueError):
+            rotate_if_full(self._stream.fileno(), f"{self._daemon}.log")
 
 
 def _line(daemon: str, record: logging.LogRecord, dropped: int) -> str:

@@ -49,6 +49,37 @@ async def test_follow_yields_what_is_appended_and_what_a_rotation_brings(tmp_pat
     assert "".join(seen) == "appended\nrotated\n"
 
 
+async def test_follow_reads_the_rest_of_a_file_that_was_rotated_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("old\n")
+    _, start = await log_reader.read(path, 1, "vm/a")
+    with path.open("a") as stream:
+        stream.write("unread\n")
+    path.rename(tmp_path / "log.1")
+    path.write_text("rotated\n")
+    assert await _first(path, start, "rotated\n") == "unread\nrotated\n"
+
+
+async def test_follow_says_that_lines_were_rotated_away(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("old\n")
+    _, start = await log_reader.read(path, 1, "vm/a")
+    path.rename(tmp_path / "gone")
+    (tmp_path / "log.1").write_text("of another\n")
+    path.write_text("rotated\n")
+    assert await _first(path, start, "rotated\n") == f"{log_reader.MISSING}rotated\n"
+
+
+async def _first(path: Path, start: os.stat_result, last: str) -> str:
+    seen: list[str] = []
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_collect, path, start, seen)
+            await _until(seen, last)
+            tasks.cancel_scope.cancel()
+    return "".join(seen)
+
+
 async def test_since_begins_at_the_time_even_in_the_rotated_file(tmp_path: Path) -> None:
     (tmp_path / "log.1").write_text(
         "2026-01-01T10:00:00.000Z a\n2026-01-01T11:00:00.000Z b\nno time\n"
