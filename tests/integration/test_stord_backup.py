@@ -36,6 +36,7 @@ from tests.integration.stord_helpers import (
     open_node,
 )
 from tests.integration.vhost_client import VhostDisk
+from tests.sampling import sampled
 
 pytestmark = [pytest.mark.root, needs_qsd]
 FORMATS = ("raw", "qcow2")
@@ -291,7 +292,7 @@ async def test_after_a_snapshot_the_next_backup_must_be_whole(node: Node) -> Non
     assert await restored(node) == await anyio.to_thread.run_sync(content, attached.export_path)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", sampled(FORMATS, 1, seed=1))
 async def test_the_backup_of_an_encrypted_volume_is_encrypted(node: Node, format: str) -> None:
     text = b"plain text of the guest " * 100
     volume, vm = IDS.uid(), IDS.uid()

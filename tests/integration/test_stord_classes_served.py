@@ -33,6 +33,7 @@ from tests.integration.stord_classes_helpers import (
 from tests.integration.stord_helpers import IDS, Node, meta, needs_qsd, open_node
 from tests.integration.tiny_vm import free_port
 from tests.integration.vhost_client import VhostDisk
+from tests.sampling import LONG
 
 pytestmark = [pytest.mark.root, needs_qsd]
 TARGET = "iqn.2026-01.chv.test:served"
@@ -344,6 +345,7 @@ async def test_a_server_that_dies_is_an_error_for_the_guest_and_shown_and_one_th
     await node.delete(volume)
 
 
+@pytest.mark.skipif(not LONG, reason="in the long run alone: CHV_LONG=1")
 async def test_a_listing_waits_for_no_server_and_says_how_old_it_is(scratch: Path) -> None:
     volumes = [IDS.uid() for _ in range(2)]
     async with (

@@ -15,6 +15,7 @@ from chv.common.wire import stord as wire
 from tests.helpers import wait_until
 from tests.integration.stord_helpers import IDS, MIB, Node, meta, needs_qsd, open_node
 from tests.integration.vhost_client import VhostDisk
+from tests.sampling import paired, sampled
 
 pytestmark = [pytest.mark.root, needs_qsd]
 FORMATS = ("raw", "qcow2")
@@ -60,7 +61,7 @@ def seen_in_files(node: Node, value: bytes) -> list[Path]:
     ]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", sampled(FORMATS, 1, seed=1))
 async def test_what_the_guest_writes_is_readable_to_it_alone(node: Node, format: str) -> None:
     volume, vm = IDS.uid(), IDS.uid()
     info = await node.open(volume, format=format, key="default/disk")
@@ -128,7 +129,7 @@ async def test_a_key_that_is_not_there_is_named_and_nothing_is_made(node: Node) 
     assert node.volume_names() == []
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", sampled(FORMATS, 1, seed=2))
 async def test_an_encrypted_volume_grows_with_its_data(node: Node, format: str) -> None:
     volume, vm = IDS.uid(), IDS.uid()
     await node.open(volume, format=format, key="default/disk")
@@ -148,7 +149,7 @@ async def test_an_encrypted_volume_grows_with_its_data(node: Node, format: str) 
         assert disk.write(32 * MIB // 512 - 8, TEXT) == 0
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", sampled(FORMATS, 1, seed=1))
 async def test_an_encrypted_volume_starts_as_its_image(node: Node, format: str) -> None:
     data = os.urandom(2 * MIB)
     volume = IDS.uid()
@@ -170,8 +171,7 @@ async def test_an_encrypted_volume_starts_as_its_image(node: Node, format: str) 
     )
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize(("format", "attached"), paired(FORMATS, [True, False]))
 async def test_a_rotated_key_opens_the_volume_and_the_old_one_does_not(
     node: Node, format: str, attached: bool
 ) -> None:
