@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
-import select
 import signal
 import subprocess
-import sys
-import termios
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from tests.integration.live_node import ROOT, LiveNode, live_node, need, wait_for
+from tests.integration.console_viewer import Viewer, command, environment, viewer
+from tests.integration.live_node import ROOT, LiveNode, live_node, need
 
 pytestmark = [pytest.mark.root, need()]
 
@@ -33,7 +28,6 @@ spec:
   memory: 64Mi
   disks: [{name: data, volume: disk}]
 """
-SEEN_S_MAX = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -43,64 +37,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
         path.write_text(MANIFEST)
         running.cli("apply", "-f", str(path), "--wait")
         yield running
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "chv.cli", "console", "talker", *arguments]
-
-
-def environment(node: LiveNode) -> dict[str, str]:
-    pointer = node.directory / "socket"
-    return os.environ | node.environment | {"CHV_SOCKET": pointer.read_text().strip()}
-
-
-@dataclass
-class Viewer:
-    """`chv console` on a terminal of its own; the fake's line echoes what is typed."""
-
-    process: subprocess.Popen[bytes]
-    terminal: int
-    slave: int
-    text: bytes = b""
-
-    def type(self, data: bytes) -> None:
-        os.write(self.terminal, data)
-
-    def sees(self, wanted: bytes) -> None:
-        deadline = time.monotonic() + SEEN_S_MAX
-        while wanted not in self.text:
-            left = deadline - time.monotonic()
-            assert left > 0, (wanted, self.text)
-            if select.select([self.terminal], [], [], left)[0]:
-                self.text += os.read(self.terminal, 65536)
-
-    def forget(self) -> None:
-        self.text = b""
-
-    def ends(self) -> int:
-        return self.process.wait(SEEN_S_MAX)
-
-    def is_raw(self) -> bool:
-        return not termios.tcgetattr(self.slave)[3] & termios.ECHO
-
-
-@contextlib.contextmanager
-def viewer(node: LiveNode, *arguments: str) -> Iterator[Viewer]:
-    terminal, slave = pty.openpty()
-    process = subprocess.Popen(
-        command(*arguments), stdin=slave, stdout=slave, stderr=slave, cwd=ROOT,
-        env=environment(node),
-    )  # fmt: skip
-    try:
-        made = Viewer(process, terminal, slave)
-        # Attached from then on; before, the terminal itself echoes what is typed.
-        wait_for(made.is_raw, SEEN_S_MAX, "raw mode")
-        yield made
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-        os.close(slave)
 
 
 def test_escape_key_leaves_and_sets_the_terminal_back(node: LiveNode) -> None:
@@ -148,7 +84,7 @@ def viewer_after(node: LiveNode, first: Viewer, *arguments: str) -> Iterator[Vie
 
 def test_pipes_work_and_the_last_output_is_shown_on_attach(node: LiveNode) -> None:
     done = subprocess.run(
-        command(), input=b"piped-words\n", capture_output=True, check=False, cwd=ROOT,
+        command("talker"), input=b"piped-words\n", capture_output=True, check=False, cwd=ROOT,
         env=environment(node), timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -162,11 +98,29 @@ def test_piped_input_without_the_pen_fails(node: LiveNode) -> None:
         first.type(b"holding")
         first.sees(b"holding")
         done = subprocess.run(
-            command(), input=b"x", capture_output=True, check=False, cwd=ROOT,
+            command("talker"), input=b"x", capture_output=True, check=False, cwd=ROOT,
             env=environment(node), timeout=60,
         )  # fmt: skip
     assert done.returncode == 6
     assert b"another viewer has the pen" in done.stderr
+
+
+def test_a_viewer_that_shows_nothing_is_dropped_and_told(node: LiveNode) -> None:
+    with viewer(node, "--read-only") as slow, viewer(node, "--read-only") as stuck:
+        done = subprocess.run(
+            command("talker"), input=b"a line that is many times as long as it was\n" * 20_000,
+            capture_output=True, check=False, cwd=ROOT, env=environment(node), timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        stuck.process.send_signal(signal.SIGTERM)
+        assert stuck.ends() == 128 + signal.SIGTERM
+        assert not stuck.is_raw()
+        slow.sees(b"read too slowly")
+        assert slow.ends() == 8
+        assert not slow.is_raw()
+    with viewer(node) as next_one:
+        next_one.type(b"goes-on")
+        next_one.sees(b"goes-on")
 
 
 def test_a_viewer_goes_on_while_the_agent_is_dead(node: LiveNode) -> None:

@@ -97,7 +97,7 @@ def _terminal() -> Iterator[bool]:
         del frame
         raise SystemExit(128 + number)
 
-    signals = (signal.SIGTERM, signal.SIGHUP)
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.signal(number, leave) for number in signals}
     is_tty = sys.stdin.isatty()
     saved = termios.tcgetattr(sys.stdin) if is_tty else None
@@ -107,7 +107,8 @@ def _terminal() -> Iterator[bool]:
         yield is_tty
     finally:
         if saved is not None:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
+            # Not after what is still to be shown: a terminal that shows nothing would hold us here.
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, saved)
         for number, handler in before.items():
             signal.signal(number, handler)
 
