@@ -57,6 +57,15 @@ def test_a_terminated_viewer_sets_the_terminal_back(node: LiveNode) -> None:
         assert not one.is_raw()
 
 
+def test_what_is_typed_before_the_escape_key_reaches_the_guest(node: LiveNode) -> None:
+    with viewer(node, "--read-only") as looks, viewer(node) as one:
+        looks.sees(b"read-only")
+        one.type(b"last-words\x1dnever")
+        assert one.ends() == 0
+        looks.sees(b"last-words")
+        assert b"never" not in looks.text
+
+
 def test_one_writes_and_all_see_and_the_pen_can_be_taken(node: LiveNode) -> None:
     with viewer(node) as first, viewer_after(node, first) as second:
         second.sees(b"another viewer has the pen")

@@ -135,8 +135,16 @@ class ConsoleKeeper:
             while True:
                 listed = await client.call(LIST_CONSOLES, Empty(), timeout_s=CHECK_EVERY_S)
                 self._attached = set(listed.vm_ids)
-                with anyio.move_on_after(CHECK_EVERY_S):
-                    await self._poked.wait()
+                await self._pause(self._record)
+
+    async def _pause(self, record: WorkerRecord | None) -> None:
+        """Wait for the next look, a poke or the holder's death, since what guests say then is lost."""
+        with anyio.move_on_after(CHECK_EVERY_S):
+            async with anyio.create_task_group() as tasks:
+                if record is not None:
+                    tasks.start_soon(_poke_when_gone, record, self._poked)
+                await self._poked.wait()
+                tasks.cancel_scope.cancel()
 
     async def _hello(self, client: Client) -> HelloReply:
         """Greet; a holder that outlived an upgrade and speaks otherwise is replaced."""
@@ -240,6 +248,11 @@ class ConsoleKeeper:
         if self._client is None:
             raise Unavailable("the console holder is not up yet", resource="daemon/console")
         return self._client
+
+
+async def _poke_when_gone(record: WorkerRecord, poked: anyio.Event) -> None:
+    await wait_gone(record)
+    poked.set()
 
 
 def _nobody() -> None:

@@ -23,12 +23,20 @@ class Recording:
     """Appends serial output; a line is written when it is whole, too long, or at close."""
 
     def __init__(self, directory: Path, on_failure: Callable[[str], None] | None = None) -> None:
-        """`on_failure` is told of the first line that cannot be written, and not of the next."""
+        """`on_failure` is told of the first line that cannot be written, and not of the next.
+
+        A disk without room for the file is no error: it is tried again for every line.
+        """
         self._path = directory / FILE_NAME
         self._on_failure = on_failure
         self._lost_lines = 0
-        self._fd = self._open()
-        self._size = os.fstat(self._fd).st_size
+        self._fd = -1
+        self._size = 0
+        try:
+            self._begin()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
         self._partial = b""
         self._last = datetime.min.replace(tzinfo=UTC)
 
@@ -49,7 +57,8 @@ class Recording:
         """Write what is left and close."""
         if self._partial:
             self._write_line(self._partial)
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def _write_line(self, line: bytes) -> None:
         # A clock that is set back must not put a line before one that it followed.
@@ -74,6 +83,8 @@ class Recording:
 
     def _append(self, record: bytes) -> None:
         """Write all of it or nothing; OSError."""
+        if self._fd < 0:
+            self._begin()
         if self._size + len(record) > FILE_BYTES_MAX:
             self._rotate()
         written = os.write(self._fd, record)
@@ -86,6 +97,10 @@ class Recording:
         self._lost_lines += 1
         if self._lost_lines == 1 and self._on_failure is not None:
             self._on_failure(os.strerror(error.errno or 0))
+
+    def _begin(self) -> None:
+        self._fd = self._open()
+        self._size = os.fstat(self._fd).st_size
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

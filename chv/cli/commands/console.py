@@ -153,16 +153,22 @@ class Session:
 
     def read_keys(self) -> bool:
         """Take what was typed; True where the escape key is in it."""
-        data = os.read(sys.stdin.fileno(), agent_console.INPUT_BYTES_MAX)
+        try:
+            data = os.read(sys.stdin.fileno(), agent_console.INPUT_BYTES_MAX)
+        except OSError:
+            data = b""  # the terminal has gone
         if not data:
             self._input_open = False
             return self._is_tty
-        if self._is_tty and self._escape and self._escape in data:
-            self.say("left the console")
-            return True
+        escaped = self._is_tty and self._escape and self._escape in data
+        if escaped:
+            data = data.partition(self._escape)[0]
         if self._writer and len(self._pending) < PENDING_BYTES_MAX:
             self._pending += data
-        return False
+        if escaped:
+            self._send()  # what was typed before the key
+            self.say("left the console")
+        return bool(escaped)
 
     def _send(self) -> None:
         piece = self._pending[: agent_console.INPUT_BYTES_MAX]

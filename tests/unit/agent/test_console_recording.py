@@ -139,6 +139,21 @@ def test_a_rotation_that_fails_keeps_what_is_recorded(
     log.close()
 
 
+def test_a_disk_without_room_for_the_file_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        log = Recording(tmp_path)
+        log.write(b"lost\n")
+    log.write(b"there\n")
+    log.close()
+    assert texts(tmp_path) == ["--- 1 lines are lost: they could not be written", "there"]
+
+
 def test_a_socket_older_than_the_record_was_held_before(tmp_path: Path) -> None:
     serial = tmp_path / "serial"
     assert not was_held(tmp_path, serial)
