@@ -138,7 +138,7 @@ class ConsoleKeeper:
                 await self._pause(self._record)
 
     async def _pause(self, record: WorkerRecord | None) -> None:
-        """Wait for the next look, a poke or the holder's death, since what guests say then is lost."""
+        """Wait for the next look, a poke or the holder's death: guests are not recorded then."""
         with anyio.move_on_after(CHECK_EVERY_S):
             async with anyio.create_task_group() as tasks:
                 if record is not None:
