@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from chv.common.log_rotation import FILE_BYTES_MAX
 from tests.integration.console_viewer import Viewer, command, environment, viewer
 from tests.integration.live_node import ROOT, LiveNode, live_node, need
 
@@ -161,6 +162,20 @@ def test_a_killed_holder_is_told_and_the_viewer_attached_again(node: LiveNode) -
     recorded = node.cli("logs", "vm/talker", "--no-timestamps").stdout.splitlines()
     lost = recorded.index("--- the console holder ended: what the guest said since is lost")
     assert recorded[lost + 1].startswith("--- console attached")
+
+
+def test_full_logs_of_the_daemons_are_rotated(node: LiveNode) -> None:
+    logs = node.dev.layout.logs
+    node.kill("agent")
+    node.await_agent_death()
+    for daemon in ("agent", "stord", "nwd"):
+        os.truncate(logs / f"{daemon}.log", FILE_BYTES_MAX)
+    node.up()
+    node.cli("daemon", "restart", "console")
+    for daemon in ("agent", "stord", "nwd"):
+        assert (logs / f"{daemon}.log.1").stat().st_size > FILE_BYTES_MAX
+        assert (logs / f"{daemon}.log").stat().st_size < FILE_BYTES_MAX
+    assert "\0" not in node.cli("logs", "daemon/agent", "--tail", "1").stdout
 
 
 def test_logs_since_and_without_times(node: LiveNode) -> None:
