@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,13 @@ def test_what_is_typed_is_answered_before_and_after_a_reboot(vmm: str, tmp_path:
             one.sees(b"pong")
             other.sees(b"after")
             assert b"has gone" not in one.text
+            vmms = probes.node.workers("vmm")
+            (holder,) = probes.node.workers("console").values()
+            os.kill(holder, signal.SIGKILL)
+            one.sees(b"attached again")
+            one.type(b"ping=anew\r")
+            one.sees(b'token="anew"')
+            assert probes.node.workers("vmm") == vmms
             probes.node.cli("stop", "p")
             one.sees(b"the VM ended")
             assert one.ends() == 6

@@ -43,7 +43,7 @@ def console(arguments: argparse.Namespace) -> int:
     """View until the escape key, the end of piped input or the VM's end (6)."""
     escape = parse_escape(arguments.escape)
     _require_running(arguments)
-    with _open(arguments) as line, _terminal() as is_tty:
+    with _open(arguments, take=arguments.take) as line, _terminal() as is_tty:
         session = Session(line, arguments, escape, is_tty=is_tty)
         while not session.run():
             session.line.close()
@@ -75,12 +75,12 @@ def _require_running(arguments: argparse.Namespace) -> None:
         )
 
 
-def _open(arguments: argparse.Namespace) -> socket.socket:
+def _open(arguments: argparse.Namespace, *, take: bool) -> socket.socket:
     request = agent_console.OpenConsole(
         name=arguments.name,
         namespace=arguments.namespace,
         read_only=arguments.read_only,
-        take=arguments.take,
+        take=take,
     )
     with connect.client(arguments.socket) as client:
         _, fds = client.call_fds(agent_console.OPEN_CONSOLE, request)
@@ -126,7 +126,7 @@ class Session:
         self._is_tty = is_tty
         self._input_open = is_tty or not arguments.read_only
         self._pending = b""
-        self._writer = not arguments.read_only
+        self.writer = not arguments.read_only
 
     def run(self) -> bool:
         """Return True when it is over, False when the holder has gone without a word."""
@@ -163,7 +163,7 @@ class Session:
         escaped = self._is_tty and self._escape and self._escape in data
         if escaped:
             data = data.partition(self._escape)[0]
-        if self._writer and len(self._pending) < PENDING_BYTES_MAX:
+        if self.writer and len(self._pending) < PENDING_BYTES_MAX:
             self._pending += data
         if escaped:
             self._send()  # what was typed before the key
@@ -202,7 +202,7 @@ class Session:
         return None
 
     def _change_pen(self, words: str, *, writer: bool) -> None:
-        self._writer = writer
+        self.writer = writer
         if not writer:
             self._pending = b""
         if not writer and not self._is_tty and not self.arguments.read_only:
@@ -228,7 +228,8 @@ def _reattach(session: Session) -> socket.socket:
     deadline = time.monotonic() + REATTACH_S_MAX
     while True:
         try:
-            line = _open(session.arguments)
+            # Viewers come back in any order: who wrote goes on writing.
+            line = _open(session.arguments, take=session.writer)
         except (Unavailable, FailedPrecondition) as error:
             if time.monotonic() > deadline:
                 raise
