@@ -55,6 +55,7 @@ from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
 from chv.common.wire.agent import METHODS, CollectImages
+from chv.common.wire.agent_clone import CLONE_METHODS
 from chv.common.wire.agent_console import CONSOLE_METHODS
 from chv.common.wire.agent_history import HISTORY_METHODS
 from chv.common.wire.agent_leaks import LEAK_METHODS
@@ -238,7 +239,14 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
     make_directories(layout, config)
     with FileLock.acquire(layout.lock("agent")):
         agent = Agent(config_path, config, layout)
-        methods = (*METHODS, *HISTORY_METHODS, *NODE_METHODS, *LEAK_METHODS, *CONSOLE_METHODS)
+        methods = (
+            *METHODS,
+            *CLONE_METHODS,
+            *HISTORY_METHODS,
+            *NODE_METHODS,
+            *LEAK_METHODS,
+            *CONSOLE_METHODS,
+        )
         server = Server("agent", methods, allow_uids=frozenset(config.api.allow_uids))
         server.recovering = "reading the store"
         add_hello(server, layout)

@@ -16,6 +16,7 @@ from anyio.abc import TaskStatus
 
 from chv.agent import queries
 from chv.agent.actors import Reconciler, Worker, Workers
+from chv.agent.cloning import Cloning
 from chv.agent.context import Context
 from chv.agent.draining import NodeDesk
 from chv.agent.history import History
@@ -44,6 +45,7 @@ from chv.common.clock import timestamp
 from chv.common.errors import DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
+from chv.common.wire.agent_clone import CloneVm, CloneVmReply
 from chv.common.wire.nwd_policy import NetworkEvent
 from chv.common.wire.stord import StorageEvent
 
@@ -72,6 +74,7 @@ class Engine:
         self._imports = ImageImports(
             self._context, self._mutations.apply, self._mutations.refuse_when_short
         )
+        self._cloning = Cloning(self._context, self._workers, self._mutations.refuse_when_short)
         self.keys = Keys(self._context)
         self.history = History(self._context, self._mutations.apply)
         self.why = Why(self._context, self.history)
@@ -129,6 +132,10 @@ class Engine:
     async def back_up_vm(self, request: api.BackUpVm) -> api.OperationReply:
         """Back up all disks of a VM as they are in one instant."""
         return await self._mutations.back_up_vm(request)
+
+    async def clone(self, request: CloneVm) -> CloneVmReply:
+        """Make a VM like another, with its disks as they are in one instant."""
+        return await self._cloning.clone(request)
 
     async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
         """Ask for the end of an operation where that is safe."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chv import VERSION
+from chv.cli.parser_clone import add_clone
 from chv.cli.parser_console import add_console
 from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
@@ -25,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _objects(commands)
     _verbs(commands)
+    add_clone(commands, _add)
     _guest(commands)
     add_console(commands, _add)
     _operations(commands)

@@ -12,6 +12,7 @@ import msgspec
 
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.cascade import finish_delete, taken_back
+from chv.agent.cloning import collect_helper
 from chv.agent.conditions import condition, merge
 from chv.agent.records import (
     Change,
@@ -107,7 +108,7 @@ class SnapshotReconciler(SimpleReconciler):
     async def _after_failure(self, stored: StoredObject, seen: Seen) -> Outcome:
         """What was not taken as asked for is left for people to look at."""
         del stored, seen
-        return Done()
+        return Again() if await collect_helper(self._context, self._uid) else Done()
 
     async def _taken(self, stored: StoredObject, seen: Seen) -> Outcome:
         lost = [part.volume for part in snapshot_facts(stored).parts if part.volume_uid not in seen]
@@ -119,7 +120,7 @@ class SnapshotReconciler(SimpleReconciler):
             )
         await self._show(stored, seen, condition("Ready", True, "Taken"))
         await self.settle("taken")
-        return Done()
+        return Again() if await collect_helper(self._context, self._uid) else Done()
 
     # --- take
 

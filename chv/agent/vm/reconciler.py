@@ -195,7 +195,7 @@ class VmReconciler:
         message, state = desired.held, OperationState.SUCCEEDED
         if operation.verb in ("start", "restart"):
             state = OperationState.FAILED
-        elif operation.verb in ("create", "update"):
+        elif operation.verb in ("create", "clone", "update"):
             message = f"stored; not started: {desired.held}"
         await self._context.operations.end(operation.id, state, message)
 
