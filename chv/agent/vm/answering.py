@@ -15,7 +15,9 @@ LOOK_EVERY_S = 0.005
 async def await_answer(context: Context, vm: VmHandle) -> None:
     """Return when the VMM answers, or has not for too long: the next call then says why."""
     with anyio.move_on_after(ANSWER_S_MAX):
-        while not await _answers(context, vm):
+        while True:
+            if await _answers(context, vm):
+                return
             await anyio.sleep(LOOK_EVERY_S)
 
 

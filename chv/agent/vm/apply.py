@@ -26,13 +26,12 @@ from chv.agent.records import (
     StoredObject,
     WorkerRow,
 )
-from chv.agent.vm import model, plugging, restoring, steps
+from chv.agent.vm import holding, model, plugging, restoring, steps
 from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.disks import Asker, attach, detach
 from chv.agent.vm.ending import forget_worker
 from chv.agent.vm.exits import ASKED_FOR
-from chv.agent.vm.holding import run_on
 from chv.agent.vm.journal import NAMES, title
 from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.nics import attach_request, hostname_of
@@ -138,7 +137,7 @@ class Applier:
             case steps.AttachConsoleStep():
                 await port.attach_console(vm)
             case steps.BootStep():
-                await port.boot(vm)
+                await holding.boot(self._context, vm)
                 await self._put_worker(booted=True, recovering=False)
             case steps.MarkRecoveringStep():
                 await self._put_worker(recovering=True)
@@ -156,7 +155,7 @@ class Applier:
             case steps.ResetStep():
                 await self._reset()
             case steps.ResumeStep():
-                await run_on(self._context, vm)
+                await holding.run_on(self._context, vm)
             case steps.AddDiskStep():
                 await plugging.plug(self._context, vm, self._desired, step, self._served)
             case steps.RemoveDiskStep(disk_id=disk_id):
@@ -394,7 +393,7 @@ class Applier:
         ending = asked if step.kind in ASKED_FOR else self._row.ending or asked
         await self._put_worker(ending=ending, record=record)
         timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")
-        world, resume = self._context.world, partial(run_on, self._context, self._handle)
+        world, resume = self._context.world, partial(holding.run_on, self._context, self._handle)
         ladder = Ladder(world.vmm, world.clock, self._handle, record, resume)
         rung = await ladder.walk(timeout_s, lambda: not step.ask or self._forced)
         await self._put_worker(ending=_replace(ending, rung=rung))

@@ -1,6 +1,6 @@
 """The vCPUs of a VM stand for a moment, so that nothing is under way at its disks.
 
-Whoever lets vCPUs run on does so by `run_on`, which waits for such a moment to pass.
+Whoever lets vCPUs run does so by `boot` or `run_on`, which wait for such a moment to pass.
 
 Nothing of it is recorded: who finds a VM paused that nobody wants so lets it run on, also the next
 agent. Fails with the error of the port; the VM runs on in any case.
@@ -44,6 +44,12 @@ async def run_on(context: Context, vm: VmHandle) -> None:
     """Let the vCPUs run, once nobody needs them to stand."""
     async with context.vcpus(vm.uid):
         await context.world.vmm.resume(vm)
+
+
+async def boot(context: Context, vm: VmHandle) -> None:
+    """Let the vCPUs run for the first time, once nobody needs them to stand."""
+    async with context.vcpus(vm.uid):
+        await context.world.vmm.boot(vm)
 
 
 async def _stand(context: Context, vm_uid: str) -> None:
