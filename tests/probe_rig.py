@@ -188,9 +188,14 @@ def disk(image: Path, serial: str, port: int = 0) -> tuple[str, ...]:
 class CloudHypervisor(Machine):
     """The real VMM, spoken to by its API."""
 
+    def get(self, call: str) -> str:
+        return self._ask("GET", call)
+
     def put(self, call: str, body: object = None, fds: Sequence[int] = ()) -> None:
-        data = b"" if body is None else json.dumps(body).encode()
-        head = f"PUT /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\n"
+        self._ask("PUT", call, b"" if body is None else json.dumps(body).encode(), fds)
+
+    def _ask(self, verb: str, call: str, data: bytes = b"", fds: Sequence[int] = ()) -> str:
+        head = f"{verb} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\n"
         if data:
             head += f"Content-Length: {len(data)}\r\n"
         with socket.socket(socket.AF_UNIX) as connection:
@@ -199,6 +204,7 @@ class CloudHypervisor(Machine):
             socket.send_fds(connection, [head.encode() + b"\r\n" + data], fds)
             answer = connection.recv(65536).decode()
         assert answer.split()[1] in {"200", "204"}, (call, answer)
+        return answer
 
 
 def cloud_hypervisor_binary() -> str:

@@ -36,7 +36,8 @@ def kvm_check(status: NodeStatusReply, vmm: str) -> Check:
             words = failure(seen, "it needs KVM", "`chv doctor`")
             return Check("kvm", False, 0, words)
         return Check("kvm", True, 0, probe.reason)
-    lost = [probe.name for probe in status.vmms if probe.accelerator == "kvm" and gone]
+    asked = [probe for probe in status.vmms if vmm != QEMU or probe.name == QEMU]
+    lost = [probe.name for probe in asked if probe.accelerator == "kvm" and gone]
     if lost:
         words = failure(
             f"the node found KVM usable for {', '.join(lost)}, and now: {gone}",

@@ -223,7 +223,15 @@ class Vmm:
         wait_for(lambda: self.events() == list(expected), what=lambda: str(self.events()))
 
     def send(self, number: int) -> None:
+        """Send a signal; a stop is one only when every thread has come to it."""
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            tasks = Path(f"/proc/{self.process.pid}/task")
+            stopped = lambda: all(  # noqa: E731
+                (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+                for task in tasks.iterdir()
+            )
+            wait_for(stopped, what=lambda: "every thread stands")
 
     def code(self) -> int:
         """Wait for the end."""

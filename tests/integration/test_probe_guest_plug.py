@@ -45,6 +45,8 @@ async def test_a_disk_comes_and_goes_on_cloud_hypervisor(
         assert [device for device in machine.serial.all(Device) if device.hot]
         machine.put("vm.remove-device", {"id": "hot"})
         assert (await machine.serial.wait(DeviceGone, turn)).how == "requested"
+        # The guest says so before the VMM has let go of the name.
+        await wait_until(lambda: '"hot"' not in machine.get("vm.info"), what="the name is free")
 
 
 async def test_a_disk_that_is_clung_to_goes_later_on_cloud_hypervisor(
