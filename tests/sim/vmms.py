@@ -331,7 +331,9 @@ class SimHost:
 
 def _eject(process: SimProcess) -> None:
     for device in process.leaving:
-        process.disks.pop(device, None)
+        gone = process.disks.pop(device, None)
+        if gone is not None and not process.disks:
+            process.reset_due = False  # what its disk has lost, the guest has let go of
         process.nics.discard(device)
     process.leaving.clear()
 
