@@ -147,11 +147,13 @@ async def test_an_address_that_the_node_loses_and_gets_again_is_noticed() -> Non
         network, site = IDS.uid(), IDS.uid()
         await node.ensure(network)
         nic = await node.attach(network)
-        ip("-n", node.sandbox.host, "address", "add", f"{NEW_ADDRESS}/24", "dev", "wan0")
-        await wait_until(lambda: _passes(node, NEW_ADDRESS), timeout_s=PATIENCE_S)
         wanted: dict[str, Any] = {"addresses": [NEW_ADDRESS], "port": 8080, "targets": [nic.nic_id]}
-        assert (await set_exposure(node, network, site, **wanted)).status == "ready"
         async with watched(node) as told:
+            ip("-n", node.sandbox.host, "address", "add", f"{NEW_ADDRESS}/24", "dev", "wan0")
+            await comes(told, "node", "")  # one that comes and goes unseen is no change
+            await wait_until(lambda: _passes(node, NEW_ADDRESS), timeout_s=PATIENCE_S)
+            assert (await set_exposure(node, network, site, **wanted)).status == "ready"
+            await comes(told, "exposure", site)
             ip("-n", node.sandbox.host, "address", "delete", f"{NEW_ADDRESS}/24", "dev", "wan0")
             both = {("exposure", site), ("node", "")}  # in whichever order
             await wait_until(lambda: both <= set(told), timeout_s=PATIENCE_S)
