@@ -230,9 +230,9 @@ class Host:
         )
 
     async def look_at_addresses(self) -> bool:
-        """Look which addresses the node has now; True where they may be others than before."""
+        """Look which addresses the node has now; True where they are others than before."""
         before, self.addresses = self.addresses, await self.own_addresses()
-        return before != self.addresses  # the first look may come after the first change
+        return before is not None and before != self.addresses
 
     async def surroundings(self) -> Surroundings:
         """Return what a tenant's subnet may not overlap."""

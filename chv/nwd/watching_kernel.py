@@ -171,6 +171,7 @@ class KernelWatch:
     async def run(self) -> None:
         """Read what comes, and let networks be looked at."""
         await self.follow_host()
+        await self._host.look_at_addresses()  # so that the first change is seen as one
         async with anyio.create_task_group() as self._tasks:
             for early in list(self._cases):
                 self._wake(early)  # what was told before this began
