@@ -266,9 +266,7 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
             ).register(server)
             agent.census = Census(agent.census_parts(agent.engine))
             ConsoleApi(agent.console, agent.engine).register(server)
-            UpkeepApi(
-                agent.census, agent.daemons, agent.console, agent.engine.notify_daemon_ready
-            ).register(server)
+            UpkeepApi(agent.census, agent.daemons, agent.console).register(server)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_signal, tasks.cancel_scope)
                 await tasks.start(server.serve, layout.socket("agent"))

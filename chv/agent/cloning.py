@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from chv.agent import queries
+from chv.agent import idempotency, queries
 from chv.agent.actors import Workers
 from chv.agent.admission import Admitted, admit, ordered
 from chv.agent.cascade import marked_deleting
 from chv.agent.context import Context
 from chv.agent.operations import SYSTEM
-from chv.agent.records import Change, PutObject, PutOperation, PutRequest, RequestRow
+from chv.agent.records import Change, PutObject, PutOperation, RequestRow
 from chv.agent.references import referrers
+from chv.agent.tables import Tables
 from chv.agent.vm.cloning import HELPER, cloned
-from chv.common.errors import Conflict
 from chv.common.wire.agent import Operation
 from chv.common.wire.agent_clone import CloneVm, CloneVmReply
 from chv.common.wire.manifest import parse
@@ -39,11 +38,11 @@ class Cloning:
         """Store the clone; the operation is the new VM's. Whatever is refused changes nothing."""
         context, ledger = self._context, self._context.ledger
         context.world.gate.check(VERB)
-        digest = _digest(request)
+        digest = idempotency.digest_of(VERB, request)
         async with ledger.writing() as tables:
-            known = await self._recorded(request.idempotency_key, digest)
+            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
             if known is not None:
-                return known
+                return await self._as_it_is_now(known)
             context.world.gate.check(VERB)  # it may have changed meanwhile
             source = queries.require(context, "VirtualMachine", request.namespace, request.name)
             clone = cloned(tables, source, request)
@@ -52,36 +51,17 @@ class Cloning:
             await self._refuse_when_short()
             changes, operation = _as_clone(admitted)
             reply = CloneVmReply(operation=operation, left_out=list(clone.left_out))
-            if request.idempotency_key:
-                row = RequestRow(
-                    key=request.idempotency_key, digest=digest, reply=msgspec.json.encode(reply)
-                )
-                changes.append(PutRequest(request=row))
-            await ledger.commit_held(*changes)
+            remembered = idempotency.remembered(request.idempotency_key, digest, reply)
+            await ledger.commit_held(*changes, *remembered)
         for stored in admitted.stored:
             self._workers.ensure(stored)
             context.wake_referrers(stored)
         return reply
 
-    async def _recorded(self, key: str, digest: str) -> CloneVmReply | None:
-        known = await self._context.ledger.store.request(key) if key else None
-        if known is None:
-            return None
-        if known.digest != digest:
-            raise Conflict(
-                f"the key {key!r} was used for another request",
-                field="idempotency_key",
-                hint="use a new key for a new request",
-            )
+    async def _as_it_is_now(self, known: RequestRow) -> CloneVmReply:
         reply = msgspec.json.decode(known.reply, type=CloneVmReply)
         now = await self._context.ledger.operation(reply.operation.id)
         return _replace(reply, operation=now or reply.operation)
-
-
-def _digest(request: CloneVm) -> str:
-    """The key apart: the same request under another key is another request."""
-    body = msgspec.json.encode(_replace(request, idempotency_key=""))
-    return hashlib.sha256(VERB.encode() + body).hexdigest()
 
 
 def _as_clone(admitted: Admitted) -> tuple[list[Change], Operation]:
@@ -105,15 +85,23 @@ def _why(request: CloneVm) -> str:
 
 async def collect_helper(context: Context, uid: str) -> bool:
     """Mark the snapshot of a clone for deletion once nothing needs it; tell whether it was."""
+    if not _is_idle_helper(context.ledger.tables, uid):
+        return False  # nearly always, and without the lock
     async with context.ledger.writing() as tables:
-        stored = tables.objects.get(uid)
-        if stored is None or stored.deleting:
+        if not _is_idle_helper(tables, uid):
             return False
-        if HELPER not in stored.resource.metadata.annotations or referrers(tables, stored.key):
-            return False
+        stored = tables.objects[uid]
         marked = marked_deleting(stored, context.now(), context.ledger.next_revision())
         why = "no volume of the clone needs it any more"
         operation = context.operations.new("delete", marked, SYSTEM, why)
         changes = context.operations.superseding(operation)
         await context.ledger.commit_held(PutObject(object=marked), *changes)
     return True
+
+
+def _is_idle_helper(tables: Tables, uid: str) -> bool:
+    stored = tables.objects.get(uid)
+    if stored is None or stored.deleting:
+        return False
+    is_helper = HELPER in stored.resource.metadata.annotations
+    return is_helper and not referrers(tables, stored.key)

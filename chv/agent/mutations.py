@@ -6,12 +6,10 @@ was recorded for the first; an identical request on the same object joins the on
 
 from __future__ import annotations
 
-import hashlib
-
 import anyio.to_thread
 import msgspec
 
-from chv.agent import queries
+from chv.agent import idempotency, queries
 from chv.agent.actors import Workers
 from chv.agent.admission import Admitted, admit, ordered
 from chv.agent.admission_rules import check_delete
@@ -23,10 +21,8 @@ from chv.agent.network.exposure_check import check_exposures
 from chv.agent.network.reconciler import topology
 from chv.agent.node_record import NODE_UID
 from chv.agent.records import (
-    Change,
     PutObject,
     PutOperation,
-    PutRequest,
     RequestRow,
     StoredObject,
 )
@@ -81,7 +77,7 @@ class Mutations:
         resources = ordered(parsed)
         tables, gate = self._context.ledger.tables, self._context.world.gate
         check_verbs(gate, tables, keep_stopped(tables, resources, unsaid))
-        digest = _digest("apply", *map(encode, resources))
+        digest = idempotency.digest("apply", *map(encode, resources))
         await self._check_networks(resources)
         await check_exposures(self._context, resources)
         await self._check_user_data(resources)
@@ -89,7 +85,7 @@ class Mutations:
         self._check_saves(resources)
         ledger = self._context.ledger
         async with ledger.writing():
-            known = await self._recorded(request.idempotency_key, digest)
+            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
             if known is not None:
                 return msgspec.json.decode(known.reply, type=api.ApplyReply)
             meant = keep_stopped(ledger.tables, resources, unsaid)
@@ -100,7 +96,7 @@ class Mutations:
             reply = api.ApplyReply(results=list(admitted.results))
             if request.dry_run:
                 return _dry(reply)
-            remembered = self._remember(request.idempotency_key, digest, reply)
+            remembered = idempotency.remembered(request.idempotency_key, digest, reply)
             if admitted.changes or remembered:
                 await ledger.commit_held(*admitted.changes, *remembered)
         self._start(admitted)
@@ -224,11 +220,10 @@ class Mutations:
             await self._check_restore(request)
         elif request.snapshot:
             raise InvalidArgument("it belongs to restore", field="snapshot")
-        # The key apart: the same request under another key is another request.
-        digest = _digest("act", msgspec.json.encode(_replace(request, idempotency_key="")))
+        digest = idempotency.digest_of("act", request)
         ledger = self._context.ledger
         async with ledger.writing() as tables:
-            known = await self._recorded(request.idempotency_key, digest)
+            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
             if known is not None:
                 return await self._replayed(known)
             stored = queries.require(
@@ -249,7 +244,7 @@ class Mutations:
             await ledger.commit_held(
                 PutObject(object=after),
                 *self._context.operations.superseding(operation),
-                *self._remember(request.idempotency_key, digest, reply),
+                *idempotency.remembered(request.idempotency_key, digest, reply),
             )
         self._workers.ensure(after)
         return reply
@@ -314,10 +309,10 @@ class Mutations:
     async def act_on_volume(self, request: api.ActOnVolume) -> api.OperationReply:
         """Check, repair, back up, restore, grow now: an operation of its own beside the spec's."""
         self._context.world.gate.check(request.verb.value)
-        digest = _digest("act", msgspec.json.encode(_replace(request, idempotency_key="")))
+        digest = idempotency.digest_of("act", request)
         ledger = self._context.ledger
         async with ledger.writing() as tables:
-            known = await self._recorded(request.idempotency_key, digest)
+            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
             if known is not None:
                 return await self._replayed(known)
             stored = queries.require(self._context, "Volume", request.namespace, request.name)
@@ -333,7 +328,7 @@ class Mutations:
             await ledger.commit_held(
                 with_request(stored, wanted),
                 PutOperation(operation=operation),
-                *self._remember(request.idempotency_key, digest, reply),
+                *idempotency.remembered(request.idempotency_key, digest, reply),
             )
         self._workers.ensure(stored)
         return reply
@@ -342,10 +337,10 @@ class Mutations:
         """Back up all disks of a VM: an operation of the VM's own beside the spec's."""
         verb = api.VolumeVerb.BACKUP.value
         self._context.world.gate.check(verb)
-        digest = _digest("back_up", msgspec.json.encode(_replace(request, idempotency_key="")))
+        digest = idempotency.digest_of("back_up", request)
         ledger = self._context.ledger
         async with ledger.writing() as tables:
-            known = await self._recorded(request.idempotency_key, digest)
+            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
             if known is not None:
                 return await self._replayed(known)
             vm = queries.require(self._context, "VirtualMachine", request.namespace, request.name)
@@ -360,7 +355,7 @@ class Mutations:
             await ledger.commit_held(
                 *(with_request(volume, wanted[volume.uid]) for volume in volumes),
                 PutOperation(operation=operation),
-                *self._remember(request.idempotency_key, digest, reply),
+                *idempotency.remembered(request.idempotency_key, digest, reply),
             )
         for volume in volumes:
             self._workers.ensure(volume)
@@ -389,29 +384,6 @@ class Mutations:
         self._context.wake(change.uid)
         return api.OperationReply(operation=noted)
 
-    # --- idempotency keys
-
-    async def _recorded(self, key: str, digest: str) -> RequestRow | None:
-        if not key:
-            return None
-        known = await self._context.ledger.store.request(key)
-        if known is not None and known.digest != digest:
-            raise Conflict(
-                f"the key {key!r} was used for another request",
-                field="idempotency_key",
-                hint="use a new key for a new request",
-            )
-        return known
-
-    @staticmethod
-    def _remember(
-        key: str, digest: str, reply: api.ApplyReply | api.OperationReply
-    ) -> list[Change]:
-        if not key:
-            return []
-        body = msgspec.json.encode(reply)
-        return [PutRequest(request=RequestRow(key=key, digest=digest, reply=body))]
-
 
 def _dry(reply: api.ApplyReply) -> api.ApplyReply:
     results = [_replace(result, operation_id="") for result in reply.results]
@@ -423,12 +395,3 @@ def _going(stored: StoredObject, request: api.DeleteObject) -> StoredObject:
         return stored
     reason = f"deleted by {request.requester}"
     return _replace(stored, facts=_replace(stored.facts, stop_reason=reason))
-
-
-def _digest(*parts: str | bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "big"))
-        digest.update(data)
-    return digest.hexdigest()

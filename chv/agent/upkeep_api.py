@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from chv.agent.census import Census
 from chv.agent.console.keeper import ConsoleKeeper
 from chv.agent.daemons import Daemons
@@ -18,20 +16,13 @@ log = logs.get(__name__)
 
 
 class UpkeepApi:
-    """See the module. `look_at_all` wakes every object: a new console holder has no lines yet."""
+    """See the module."""
 
-    def __init__(
-        self,
-        census: Census,
-        daemons: Daemons,
-        console: ConsoleKeeper,
-        look_at_all: Callable[[str], None],
-    ) -> None:
+    def __init__(self, census: Census, daemons: Daemons, console: ConsoleKeeper) -> None:
         self._census = census
         self._actions = LeakActions(census)
         self._daemons = daemons
         self._console = console
-        self._look_at_all = look_at_all
 
     def register(self, server: Server) -> None:
         """Give every method its handler."""
@@ -89,7 +80,6 @@ class UpkeepApi:
         before = self._one(request.name)
         if request.name == "console":
             await self._console.restart()
-            self._look_at_all("console")
         else:
             await self._daemons.restart(request.name)
         return wire.RestartDaemonReply(before=before, after=self._one(request.name))
