@@ -8,7 +8,6 @@ theirs; of it only the workers' ids are used, which tell whose a cgroup is.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from chv.agent.ports import WORKER_KIND
 from chv.common import evidence
 from chv.common.ids import short_uid
 from chv.common.layout import Layout
-from chv.common.process import CgroupProvider, FoundWorker, Provider, procfs
+from chv.common.process import CgroupProvider, FoundWorker, Provider
 from chv.common.removal import MOUNTINFO, unescaped
 from chv.common.wire.types import CensusItem
 
@@ -45,12 +44,12 @@ def look(layout: Layout, provider: Provider, driver_files: Iterable[Path]) -> Se
         workers=provider.find(layout.worker_prefix),
         leaves=_leaves(provider),
         places=[
-            *(("run", path) for path in _entries(layout.vms)),
-            *(("state", path) for path in _entries(layout.vm_state("x").parent)),
-            *(("snapshot", path) for path in _entries(layout.vm_snapshots)),
+            *(("run", path) for path in evidence.children(layout.vms)),
+            *(("state", path) for path in evidence.children(layout.vm_state("x").parent)),
+            *(("snapshot", path) for path in evidence.children(layout.vm_snapshots)),
         ],
-        api=_entries(layout.api),
-        sockets=[path for path in driver_files if _is_socket(path)],
+        api=evidence.children(layout.api),
+        sockets=[path for path in driver_files if evidence.is_socket(path)],
         mounts=list(_mounts(layout)),
     )
 
@@ -93,7 +92,7 @@ def is_vmm(worker_id: str) -> bool:
 
 # --- cgroups
 def _leaves(provider: Provider) -> list[Path]:
-    return _entries(provider.base) if isinstance(provider, CgroupProvider) else []
+    return evidence.children(provider.base) if isinstance(provider, CgroupProvider) else []
 
 
 def _cgroups(leaves: Iterable[Path], known_ids: frozenset[str]) -> list[CensusItem]:
@@ -107,7 +106,7 @@ def _cgroups(leaves: Iterable[Path], known_ids: frozenset[str]) -> list[CensusIt
             items.append(CensusItem(kind="cgroup", name=str(leaf)))
             continue
         pids = cgroup_pids(leaf)
-        shown = [f"{pid} ({_command(pid)})" for pid in pids[:PIDS_SHOWN_MAX]]
+        shown = [f"{pid} ({evidence.command(pid)})" for pid in pids[:PIDS_SHOWN_MAX]]
         items.append(
             CensusItem(
                 kind="cgroup",
@@ -126,10 +125,6 @@ def cgroup_pids(leaf: Path) -> list[int]:
         return [int(line) for line in (leaf / "cgroup.procs").read_text().split()]
     except OSError:
         return []  # gone meanwhile
-
-
-def _command(pid: int) -> str:
-    return " ".join(procfs.cmdline(pid)).strip()[: evidence.CMDLINE_MAX]
 
 
 # --- files
@@ -152,23 +147,11 @@ def _api(entries: Iterable[Path], layout: Layout) -> list[CensusItem]:
     ours = {make(name) for name in DAEMONS for make in (layout.socket, layout.lock)}
     ours.add(layout.socket("metrics"))
     return [
-        evidence.path_item("socket" if _is_socket(path) else "file", path, known=path in ours)
+        evidence.path_item(
+            "socket" if evidence.is_socket(path) else "file", path, known=path in ours
+        )
         for path in entries
     ]
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _is_socket(path: Path) -> bool:
-    try:
-        return stat.S_ISSOCK(path.lstat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 # --- mounts

@@ -135,13 +135,13 @@ def _uses(workers: Mapping[str, tuple[int, int]]) -> dict[str, ProcessUse]:
 
 def process_use(pid: int, start_time: int) -> ProcessUse | None:
     """Return what a process uses; None where it is gone or the pid is another's by now."""
-    known = procfs.stat(pid)
-    if known is None or known.start_time != start_time:
-        return None
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        line = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    if procfs.parse_stat(line).start_time != start_time:
+        return None
+    fields = line.rpartition(b")")[2].split()
     return ProcessUse(
         user_s=int(fields[11]) / _TICKS,
         system_s=int(fields[12]) / _TICKS,

@@ -26,13 +26,18 @@ def process_identity(found: FoundWorker) -> str:
     return f"pid {found.pid} start {found.start_time} boot {found.boot_id}"
 
 
+def command(pid: int) -> str:
+    """Return the command line of a process in one line, cut to CMDLINE_MAX characters."""
+    return " ".join(procfs.cmdline(pid)).strip()[:CMDLINE_MAX]
+
+
 def of_process(found: FoundWorker) -> dict[str, str]:
     """Return pid, owner, program, command line and since when it runs."""
     return {
         "pid": str(found.pid),
         "uid": str(found.uid),
         "executable": found.executable,
-        "cmdline": " ".join(procfs.cmdline(found.pid)).strip()[:CMDLINE_MAX],
+        "cmdline": command(found.pid),
         "started": _stamp(_booted_s() + found.start_time / os.sysconf("SC_CLK_TCK")),
         **({"cgroup": found.cgroup} if found.cgroup else {}),
     }
@@ -142,3 +147,19 @@ def require_unexplained(items: Iterable[CensusItem], request: ReapUnexplained) -
             hint="say so with --data, if it is to go",
         )
     return same[0]
+
+
+def children(directory: Path) -> list[Path]:
+    """Return what is in a directory, in order; nothing where there is none."""
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def is_socket(path: Path) -> bool:
+    """Tell whether a path is a socket; one that is gone is none."""
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

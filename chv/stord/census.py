@@ -5,9 +5,6 @@ Nothing is taken from records but the question whether something is known.
 
 from __future__ import annotations
 
-import stat
-from pathlib import Path
-
 from chv.common import evidence
 from chv.common.ids import short_uid
 from chv.common.layout import Layout
@@ -52,7 +49,9 @@ def _processes(layout: Layout, records: Records, provider: Provider) -> list[Cen
 
 def _run_files(layout: Layout, records: Records) -> list[CensusItem]:
     """Sockets of ours and the storage daemons' directories below `vm/`."""
-    found = [(directory, _children(directory)) for directory in _children(layout.vms)]
+    found = [
+        (directory, evidence.children(directory)) for directory in evidence.children(layout.vms)
+    ]
     exports = {
         layout.export(row.vm_id, row.volume_id) for row in list(records.attachments.values())
     }
@@ -65,7 +64,7 @@ def _run_files(layout: Layout, records: Records) -> list[CensusItem]:
             if path.name == layout.qsd("x").name:
                 known = path in private
                 items.append(evidence.path_item("file", path, owner=owner, known=known))
-            elif _is_socket(path):
+            elif evidence.is_socket(path):
                 known = path in exports
                 items.append(evidence.path_item("socket", path, owner=owner, known=known))
     return items
@@ -81,20 +80,6 @@ def _volumes(records: Records, files: FileBackend) -> list[CensusItem]:
         # What is being built or removed stands beside the volume under its name with a suffix.
         for owner in (name.removesuffix(NEW).removesuffix(OLD),)
     ]
-
-
-def _children(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _is_socket(path: Path) -> bool:
-    try:
-        return stat.S_ISSOCK(path.lstat().st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def _owner(short: str, vm_ids: list[str]) -> str:
