@@ -20,6 +20,7 @@ E = TypeVar("E", bound=Event)
 
 VMMS = ("qemu", "cloud-hypervisor")
 CLOUD_HYPERVISOR = "CHV_CLOUD_HYPERVISOR"
+TOLERANT = "CHV_CLOUD_HYPERVISOR_TOLERANT"
 BASE = """
 apiVersion: compute.chv.dev/v1alpha1
 kind: Image
@@ -92,6 +93,22 @@ def probe_node(vmm: str, directory: Path, **environment: str) -> Iterator[ProbeN
         environment[CLOUD_HYPERVISOR] = cloud_hypervisor()
     with live_node(**environment) as node:
         running = ProbeNode(node, vmm, directory)
+        running.apply(BASE)
+        yield running
+
+
+@contextmanager
+def saving_node(kind: str, directory: Path, **environment: str) -> Iterator[ProbeNode]:
+    """A node whose VMM can save memory here: `qemu`, or the Cloud Hypervisor of TOLERANT."""
+    if kind == "qemu":
+        with probe_node("qemu", directory, **environment) as running:
+            yield running
+        return
+    binary = os.environ.get(TOLERANT, "")
+    if not binary:
+        pytest.skip(f"{TOLERANT} names no Cloud Hypervisor that bears a KVM without nested state")
+    with live_node(CHV_CLOUD_HYPERVISOR=binary, **environment) as node:
+        running = ProbeNode(node, "cloud-hypervisor", directory)
         running.apply(BASE)
         yield running
 

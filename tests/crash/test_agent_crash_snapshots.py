@@ -6,7 +6,6 @@ beats tell whether it went on, went back, or was booted anew.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +19,11 @@ from chv.probe.events import Beat, Boot
 from chv.probe.lines import parse_line
 from tests.crash.test_agent_crash_points import assert_nothing_left
 from tests.integration.live_node import need, wait_for
-from tests.probe_node import ProbeNode, probe_node, vm, volume
+from tests.probe_node import ProbeNode, saving_node, vm, volume
 from tests.sampling import LONG, sampled
 
 pytestmark = [pytest.mark.root, need()]
 
-TOLERANT = "CHV_CLOUD_HYPERVISOR_TOLERANT"
 WRITER = "disk=writer,every=20,seed=7,window=512 net=off"
 REMOVE = "agent.vm_snapshot.remove"
 SAVE = tuple(point for point in whole.FAILPOINTS if point != REMOVE)
@@ -38,18 +36,10 @@ IN_CI = 1  # of saving and of bringing back; the long run takes all
 def probes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProbeNode]:
-    directory = tmp_path_factory.mktemp("saved")
-    if request.param == "qemu":
-        with probe_node("qemu", directory, CHV_TEST_BUILD="1") as running:
-            yield running
-        return
-    binary = os.environ.get(TOLERANT, "")
-    if not binary:
-        pytest.skip(f"{TOLERANT} names no Cloud Hypervisor that bears a KVM without nested state")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHV_CLOUD_HYPERVISOR", binary)
-        with probe_node("cloud-hypervisor", directory, CHV_TEST_BUILD="1") as running:
-            yield running
+    with saving_node(
+        request.param, tmp_path_factory.mktemp("saved"), CHV_TEST_BUILD="1"
+    ) as running:
+        yield running
 
 
 @pytest.fixture

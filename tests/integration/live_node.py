@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,26 @@ HELLO = ROOT / "examples" / "hello.yaml"
 TWO_TENANTS = ROOT / "examples" / "two-tenants.yaml"
 CLI_TIMEOUT_S = 180.0
 DAEMONS = ("agent", "stord", "nwd")
+# A VM with a disk and a NIC, for nodes with the fake VMM.
+GUEST = """
+apiVersion: compute.chv.dev/v1alpha1
+kind: Network
+metadata: {name: net}
+spec: {subnet: 10.77.0.0/24}
+---
+apiVersion: compute.chv.dev/v1alpha1
+kind: Volume
+metadata: {name: disk}
+spec: {size: 16Mi, format: raw}
+---
+apiVersion: compute.chv.dev/v1alpha1
+kind: VirtualMachine
+metadata: {name: guest}
+spec:
+  memory: 64Mi
+  disks: [{name: data, volume: disk}]
+  interfaces: [{name: net, network: net}]
+"""
 NEEDED = ("qemu-storage-daemon", "qemu-img", "dnsmasq", "ip", "nft", "ssh", "mke2fs")
 
 
@@ -67,6 +88,13 @@ class LiveNode:
                 + self.logs()
             )
         return done
+
+    def apply(self, manifest: str) -> None:
+        """Apply a manifest and wait until all is as wanted."""
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(manifest)
+            file.flush()
+            self.cli("apply", "-f", file.name, "--wait")
 
     def _socket(self) -> dict[str, str]:
         pointer = self.directory / "socket"

@@ -32,11 +32,9 @@ spec: {memory: 64Mi, disks: [{name: data, volume: disk}]}
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
+def node() -> Iterator[LiveNode]:
     with live_node(CHV_VMM="fake") as running:
-        path = tmp_path_factory.mktemp("manifest") / "guest.yaml"
-        path.write_text(MANIFEST)
-        running.cli("apply", "-f", str(path), "--wait")
+        running.apply(MANIFEST)
         yield running
 
 

@@ -11,38 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.live_node import LiveNode, live_node, need, wait_for
+from tests.integration.live_node import GUEST, LiveNode, live_node, need, wait_for
 
 pytestmark = [pytest.mark.root, need()]
 
-MANIFEST = """
-apiVersion: compute.chv.dev/v1alpha1
-kind: Network
-metadata: {name: net}
-spec: {subnet: 10.78.0.0/24}
----
-apiVersion: compute.chv.dev/v1alpha1
-kind: Volume
-metadata: {name: disk}
-spec: {size: 16Mi, format: raw}
----
-apiVersion: compute.chv.dev/v1alpha1
-kind: VirtualMachine
-metadata: {name: guest}
-spec:
-  memory: 64Mi
-  disks: [{name: data, volume: disk}]
-  interfaces: [{name: net, network: net}]
-"""
 VM = '{namespace="default",name="guest"'
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
+def node() -> Iterator[LiveNode]:
     with live_node(CHV_VMM="fake", CHV_TEST_BUILD="1") as running:
-        path = tmp_path_factory.mktemp("manifest") / "guest.yaml"
-        path.write_text(MANIFEST)
-        running.cli("apply", "-f", str(path), "--wait")
+        running.apply(GUEST)
         yield running
 
 

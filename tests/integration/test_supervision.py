@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.integration.live_node import ROOT, LiveNode, live_node, need, wait_for
-from tests.integration.test_leaks import MANIFEST
+from tests.integration.live_node import GUEST, ROOT, LiveNode, live_node, need, wait_for
 
 pytestmark = [pytest.mark.root, need()]
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveNode]:
+def node() -> Iterator[LiveNode]:
     with live_node(CHV_VMM="fake", CHV_TEST_BUILD="1") as running:
-        path = tmp_path_factory.mktemp("manifest") / "guest.yaml"
-        path.write_text(MANIFEST)
-        running.cli("apply", "-f", str(path), "--wait")
+        running.apply(GUEST)
         yield running
 
 
