@@ -20,6 +20,7 @@ import anyio
 import msgspec
 
 from benchmarks.node import fake_node, start
+from benchmarks.result import Results
 from chv.cli import manifests
 from chv.common.errors import ChvError
 from chv.common.rpc.blocking import BlockingClient
@@ -27,6 +28,7 @@ from chv.common.wire import agent
 from chv.common.wire.types import API_VERSION, Empty
 from chv.host import devnode
 
+_result = Results("agent")
 CREATES = 12
 TOGETHER = 32
 AT_A_TIME = 8
@@ -54,17 +56,6 @@ def run() -> list[dict[str, Any]]:
             _list_beside_a_hung_vmm(node),
             *_idle(node),
         ]
-
-
-def _result(name: str, value: float, unit: str, budget: float, baseline: str) -> dict[str, Any]:
-    return {
-        "id": f"agent.{name}",
-        "value": round(value, 2),
-        "unit": unit,
-        "budget": budget,
-        "ok": value <= budget,
-        "baseline": baseline,
-    }
 
 
 def _object(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

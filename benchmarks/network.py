@@ -19,10 +19,12 @@ import anyio
 
 from benchmarks import network_traffic
 from benchmarks.network_node import BenchNode, nwd, proportional_kib
+from benchmarks.result import Results
 from chv.common.wire import nwd as wire
 from tests.integration.nwd_helpers import HOST_ADDRESS, IDS, lease, open_wire
 from tests.integration.nwd_objects import OUT, rule, set_exposure
 
+result = Results("network")
 NICS = 1000
 SIZES = (10, 30, 100, 300, 1000)
 LAST = 200  # of them, at full size, are what attach_p50 is about
@@ -35,20 +37,6 @@ LEASES = 10
 def run() -> list[dict[str, Any]]:
     """Measure everything."""
     return [*anyio.run(_one_network), *anyio.run(_many_networks), *network_traffic.run()]
-
-
-def result(
-    name: str, value: float, unit: str, budget: float, baseline: str = "", *, least: bool = False
-) -> dict[str, Any]:
-    """Return one result; `least`: the budget is what it must reach."""
-    return {
-        "id": f"network.{name}",
-        "value": round(value, 3),
-        "unit": unit,
-        "budget": budget,
-        "ok": value >= budget if least else value <= budget,
-        "baseline": baseline,
-    }
 
 
 # --- one network with a thousand NICs

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result import Results
 from benchmarks.storage_node import GIB, IDS, MIB, Stord, stord
 from chv.common.wire import stord as wire
 from chv.common.wire.types import Empty
 
+_result = Results("storage")
 ATTACHES = 15
 VOLUMES = 100
 ROUNDS = 10
@@ -47,19 +49,6 @@ def run() -> list[dict[str, Any]]:
     with stord() as node:
         results += [*_io_ratios(node), *_limits(node)]
     return results
-
-
-def _result(
-    name: str, value: float, unit: str, budget: float, baseline: str, *, at_least: bool = False
-) -> dict[str, Any]:
-    return {
-        "id": f"storage.{name}",
-        "value": round(value, 3),
-        "unit": unit,
-        "budget": budget,
-        "ok": value >= budget if at_least else value <= budget,
-        "baseline": baseline,
-    }
 
 
 # --- attach

@@ -22,12 +22,14 @@ import msgspec
 
 from benchmarks import vmm_bare, vmm_calls
 from benchmarks.node import real_node
+from benchmarks.result import Results
 from chv.cli import manifests
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
 from chv.common.wire.types import API_VERSION
 from chv.host import devnode
 
+_result = Results("vmm")
 ROUNDS = 15
 QEMU_ROUNDS = 8
 PROBES = 50
@@ -58,17 +60,6 @@ def run() -> list[dict[str, Any]]:
             results += [_first_line(node), _many(node)]
         results += [_against_bare(node), _verify(node)]
     return results
-
-
-def _result(name: str, value: float, unit: str, budget: float, baseline: str) -> dict[str, Any]:
-    return {
-        "id": f"vmm.{name}",
-        "value": round(value, 3),
-        "unit": unit,
-        "budget": budget,
-        "ok": value <= budget,
-        "baseline": baseline,
-    }
 
 
 def _calls(binary: str) -> dict[str, Any]:
