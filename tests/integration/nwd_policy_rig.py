@@ -76,6 +76,11 @@ class Guest:
     def address6(self) -> str:
         return self.nic.addresses[1]
 
+    @property
+    def link_local(self) -> str:
+        """Its own; it sends from it whenever it likes."""
+        return f"fe80::{self.address6.rpartition(':')[2]}"
+
     def at(self, family: int) -> str:
         return self.address6 if family == 6 else self.address
 
@@ -204,7 +209,8 @@ class Rig:
         isolated = "on" if l2 is L2Mode.ISOLATED else "off"
         _batch(self.tenant, _PORT.format(tap=tap, name=name, nic=nic, isolated=isolated))
         # Link-local addresses that need no second to become usable.
-        _batch(name, _GUEST.format(four=guest.address, six=guest.address6, local=11 + number))
+        local, six = guest.link_local, guest.address6
+        _batch(name, _GUEST.format(four=guest.address, six=six, local=local))
 
     def remove(self) -> None:
         self.servers.close()
@@ -400,7 +406,7 @@ neigh add proxy {{nic.addresses[1]}} dev {BRIDGE}
 """
 _GUEST = f"""link set lo up
 link set eth0 addrgenmode none up
-address add fe80::{{local}}/64 dev eth0 nodad
+address add {{local}}/64 dev eth0 nodad
 address add {{four}}/24 dev eth0
 address add {{six}}/64 dev eth0 nodad
 route add default via {GATEWAY}
