@@ -38,6 +38,7 @@ from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.node_gate import NodeGate
 from chv.agent.ports import Gate, Limits, World
 from chv.agent.probes import Probes, settings_of
+from chv.agent.resources import machine
 from chv.agent.saves import Saves
 from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
@@ -131,7 +132,9 @@ class Agent:
                 parallel_drains=limits.parallel_drains,
                 restarts_max=limits.restarts_max,
                 restart_window_s=limits.restart_window_s,
+                capacity=machine.capacity(limits),
             ),
+            expect=self.probes.expected,
         )
 
     def census_parts(self, engine: Engine) -> CensusParts:

@@ -74,6 +74,7 @@ def admit(context: Context, resources: list[Resource], requester: str, reason: s
     check_shared(tables, future.after, future.find)
     check_exposed(tables, future.after, future.find)
     check_apart(tables, future.after)
+    context.budget.refuse_excess(tables, future.after)
     return future.admitted(requester, reason)
 
 

@@ -19,6 +19,7 @@ from chv.agent.operations import Operations
 from chv.agent.ports import Caller, P, R, World
 from chv.agent.records import PutStatus, Status, StoredObject
 from chv.agent.references import references, referrers
+from chv.agent.resources.commitment import Budget
 from chv.agent.starts import StartQueue
 from chv.common.clock import timestamp
 from chv.common.errors import ChvError
@@ -60,6 +61,7 @@ class Context:
         self.wake = wake
         self.stord: Caller = _Limited(world.stord, ledger)
         self.nwd: Caller = _Limited(world.nwd, ledger)
+        self.budget = Budget(world.limits.capacity, world.expect)
         self.starts = StartQueue(world.limits.parallel_starts, wake)
         self.drains = StartQueue(world.limits.parallel_drains, wake)  # stops of a drained node
         self.strangers: dict[str, str] = {}  # short uid of a VM -> worker id nobody recorded

@@ -234,6 +234,7 @@ class Mutations:
                 request.verb.value, stored, request.requester, request.reason
             )
             after = self._after_verb(tables, stored, request, operation.id)
+            self._context.budget.refuse_verb(tables, after, request.verb)
             current = tables.active_operation(stored.uid)
             if current is not None and self._same(current, request, stored, after):
                 return api.OperationReply(operation=current, joined=True)

@@ -18,6 +18,7 @@ import msgspec
 
 from chv.agent.node import NodeEvent
 from chv.agent.node_record import NodeRecord
+from chv.agent.resources.capacity import Capacity
 from chv.common.clock import Clock
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -424,6 +425,7 @@ class Limits:
     restart_window_s: float = 600.0
     resync_s: float = 30.0  # full comparison with the world, whatever events say
     monitor_s: float = 3.0  # how often a running VMM is asked for its state
+    capacity: Capacity = field(default_factory=Capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,3 +444,5 @@ class World:
     ids: Ids
     layout: Layout
     limits: Limits = field(default_factory=Limits)
+    # What would be chosen by what the probes have seen so far; None: not known yet.
+    expect: Callable[[VmmChoice], VmmSelection | None] = lambda choice: None

@@ -80,6 +80,9 @@ class Probes:
     async def select(self, choice: VmmChoice) -> VmmSelection:
         """Return the VMM for a new VM; Unsupported says why each one is out."""
         await self.ensure()
+        return self._selected(choice)
+
+    def _selected(self, choice: VmmChoice) -> VmmSelection:
         name, reason = choose(self._settings.driver, str(choice), self._results)
         probe = next(probe for probe in self._results if probe.driver == name)
         return VmmSelection(
@@ -90,6 +93,15 @@ class Probes:
             binary=probe.binary,
             sha256=probe.sha256,
         )
+
+    def expected(self, choice: VmmChoice) -> VmmSelection | None:
+        """Return what `select` would choose; None where that is not known, without a probe."""
+        if not self._results:
+            return None
+        try:
+            return self._selected(choice)
+        except ChvError:
+            return None  # said where it is needed
 
     async def find_binary(self, driver: str, sha256: str, hint: str) -> str:
         """Return where the VMM of this very content is: at `hint`, or among all that are known."""

@@ -126,11 +126,19 @@ class ImagesConfig(_Table, frozen=True):
 
 
 class LimitsConfig(_Table, frozen=True):
-    """`[limits]`: how much at once, and when to give up."""
+    """`[limits]`: how much at once, how much of the machine, and when to give up.
+
+    `memory_reserve_bytes` stay with the host. What is left, times `memory_overcommit`, is what VMs
+    that are wanted running may have together. `vcpu_overcommit`: vCPUs for each CPU of the
+    machine; 0: as many as they like.
+    """
 
     vms_max: Annotated[int, Meta(ge=1, le=10_000)] = 200
     parallel_starts: Annotated[int, Meta(ge=1, le=256)] = 4
     parallel_drains: Annotated[int, Meta(ge=1, le=256)] = 8
+    memory_reserve_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 512 << 20
+    memory_overcommit: Annotated[float, Meta(ge=0.1, le=16)] = 1.0
+    vcpu_overcommit: Annotated[float, Meta(ge=0, le=1024)] = 0.0
     restarts_max: Annotated[int, Meta(ge=0, le=1000)] = 5
     restart_window_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
 

@@ -314,6 +314,7 @@ class Applier:
                 raise Conflict("the VM was changed while it was starting", resource=now.title)
             if self._uid in tables.workers or sight.vm.stranger:
                 raise Conflict("an earlier VMM is not forgotten yet", resource=now.title)
+            self._context.budget.refuse_start(tables, now)
             row = self._intent(now, sight)
             if self._desired.restore:
                 _, saved = restoring.saved_of(tables, self._desired.restore)

@@ -35,7 +35,7 @@ from chv.agent.vm.steps import (
     WaitStep,
 )
 from chv.common import logs
-from chv.common.errors import ChvError, OutcomeUnknown
+from chv.common.errors import ChvError, OutcomeUnknown, ResourceExhausted
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState
 from chv.vmm.driver import VmmState
@@ -43,6 +43,7 @@ from chv.vmm.driver import VmmState
 log = logs.get(__name__)
 
 QUEUED = Waiting(30.0)  # keeps its place in the start queue
+MEMORY_RETRY_S = 5.0  # a VM that ends wakes nobody for its memory
 QUEUES = ("Queued", "DrainQueued")
 UNSEEN = Waiting(5.0)  # a daemon did not answer: what it knows of the VM is shown soon after
 OPERATION_S = 900.0  # after so long without success an operation fails; the node goes on trying
@@ -143,11 +144,24 @@ class VmReconciler:
             return steps
         if not self._context.world.gate.starts_allowed():
             return [WaitStep("VMMRunning", "NodeNotReady", "the node may not start VMs now", 5.0)]
+        lacking = self._lacking()
+        if lacking:
+            return [WaitStep("VMMRunning", "MemoryCommitted", lacking, MEMORY_RETRY_S)]
         position = self._context.starts.enter(self._uid)
         if position > 0:
             message = f"waits for a start slot, position {position}"
             return [WaitStep("VMMRunning", "Queued", message)]
         return steps
+
+    def _lacking(self) -> str:
+        """Say what of the machine is lacking for a VMM, all of them counted that may live."""
+        stored = self._context.stored(self._uid)
+        assert stored is not None
+        try:
+            self._context.budget.refuse_start(self._context.ledger.tables, stored)
+        except ResourceExhausted as error:
+            return error.message
+        return ""
 
     def _drained(self, steps: list[Step], desired: DesiredVm, sight: Sight) -> list[Step]:
         """Hold back a stop of the node's drain until its turn; till then the VM is served."""
