@@ -61,6 +61,7 @@ from chv.common.wire.agent_console import CONSOLE_METHODS
 from chv.common.wire.agent_history import HISTORY_METHODS
 from chv.common.wire.agent_leaks import LEAK_METHODS
 from chv.common.wire.agent_node import NODE_METHODS
+from chv.common.wire.agent_rebuild import REBUILD_METHODS
 from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
@@ -245,6 +246,7 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
         methods = (
             *METHODS,
             *CLONE_METHODS,
+            *REBUILD_METHODS,
             *HISTORY_METHODS,
             *NODE_METHODS,
             *LEAK_METHODS,

@@ -33,6 +33,7 @@ from chv.agent.network.groups import GroupReconciler
 from chv.agent.network.reconciler import NetworkReconciler
 from chv.agent.ports import OnProgress, World
 from chv.agent.queries import VmAccess
+from chv.agent.rebuilding import Rebuilding
 from chv.agent.records import FINAL_STATES, AgentStore, StoredObject
 from chv.agent.recovery import RecoveryReport, take_census
 from chv.agent.snapshot.reconciler import SnapshotReconciler
@@ -46,6 +47,7 @@ from chv.common.errors import DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
 from chv.common.wire.agent_clone import CloneVm, CloneVmReply
+from chv.common.wire.agent_rebuild import RebuildVm, RebuildVmReply
 from chv.common.wire.nwd_policy import NetworkEvent
 from chv.common.wire.stord import StorageEvent
 
@@ -75,6 +77,9 @@ class Engine:
             self._context, self._mutations.apply, self._mutations.refuse_when_short
         )
         self._cloning = Cloning(self._context, self._workers, self._mutations.refuse_when_short)
+        self._rebuilding = Rebuilding(
+            self._context, self._workers, self._mutations.refuse_when_short
+        )
         self.keys = Keys(self._context)
         self.history = History(self._context, self._mutations.apply)
         self.why = Why(self._context, self.history)
@@ -136,6 +141,10 @@ class Engine:
     async def clone(self, request: CloneVm) -> CloneVmReply:
         """Make a VM like another, with its disks as they are in one instant."""
         return await self._cloning.clone(request)
+
+    async def rebuild(self, request: RebuildVm) -> RebuildVmReply:
+        """Give a VM a new root disk."""
+        return await self._rebuilding.rebuild(request)
 
     async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
         """Ask for the end of an operation where that is safe."""

@@ -46,6 +46,7 @@ RULES: dict[str, Rule] = {
     "clone": _BRING,
     "migrate_in": _BRING,
     "restore": _MAKE,
+    "rebuild": _MAKE,
     "define": _MAKE,  # of what is no VM: volumes, networks, images
     "update": _MAKE,
     "start": _RUN,

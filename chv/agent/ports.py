@@ -320,9 +320,10 @@ class SeedNic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes onto a VM's seed disk."""
+    """What goes onto a VM's seed disk. `instance`: another one is another machine to cloud-init."""
 
     hostname: str
+    instance: int = 0
     ssh_authorized_keys: tuple[str, ...] = ()
     user_data: str = ""
     nics: tuple[SeedNic, ...] = ()

@@ -15,6 +15,7 @@ import msgspec
 from chv.agent.generations import DELETED_MAX, Author, HistoryStore, PutGeneration
 from chv.agent.node_record import NodeRecord, PutNode
 from chv.agent.ports import VmmSelection
+from chv.agent.rebuild_record import Rebuild
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState, OperationStep, VolumeVerb
 from chv.common.wire.resources import (
@@ -97,6 +98,8 @@ class VmFacts(Record):
     restore: RestoreRequest | None = None
     lent: str = ""  # the snapshot whose files its VMM may read
     saving: str = ""  # the snapshot for which it stands still, until that is decided
+    rebuild: Rebuild | None = None
+    rebuilds: int = 0  # so many times its root disk was made anew
     given_up: str = ""  # why the node no longer restarts it
     files_made: bool = False  # directories or seed may exist
     seed_path: str = ""
@@ -239,6 +242,7 @@ class EndKind(StrEnum):
     SPAWN_FAILED = "spawn-failed"
     STORAGE_LOST = "storage-lost"
     RESTORE = "restore"  # asked for: the VM is to go on from a snapshot
+    REBUILD = "rebuild"  # asked for: the VM gets another root disk
     RESTORE_FAILED = "restore-failed"
 
 

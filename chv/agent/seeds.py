@@ -44,7 +44,7 @@ class Seeds:
         operator = self.operator_key()
         spec = SeedSpec(
             hostname=request.hostname,
-            instance_id=vm.uid,
+            instance_id=f"{vm.uid}-{request.instance}" if request.instance else vm.uid,
             host_key=host_key,
             authorized_keys=[f"{operator.public} chv-operator", *request.ssh_authorized_keys],
             user_data=request.user_data,

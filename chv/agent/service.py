@@ -33,6 +33,7 @@ from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent as api
 from chv.common.wire.agent_clone import CLONE_VM
 from chv.common.wire.agent_node import ACT_ON_NODE, ActOnNode, NodeHold, NodeVerbReply
+from chv.common.wire.agent_rebuild import REBUILD_VM
 from chv.common.wire.hello import common_version
 from chv.common.wire.nwd import OPEN_GUEST_CONNECTION, NwdHealth, OpenGuestConnection
 from chv.common.wire.stord import GET_METRICS, LIST_JOBS, JobsReply, StorageMetrics
@@ -98,6 +99,7 @@ class Service:
         server.add(api.ACT_ON_VOLUME, engine.act_on_volume)
         server.add(api.BACK_UP_VM, engine.back_up_vm)
         server.add(CLONE_VM, engine.clone)
+        server.add(REBUILD_VM, engine.rebuild)
         server.add(api.CANCEL_OPERATION, engine.cancel)
         server.add(api.PUT_KEY, engine.keys.put)
         server.add(api.DELETE_KEY, engine.keys.delete)

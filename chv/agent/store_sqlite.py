@@ -288,7 +288,7 @@ _UPSERT_OBJECT = (
     f"INSERT INTO objects ({', '.join(_OBJECT_COLUMNS)})"  # noqa: S608 - our own column names
     f" VALUES ({', '.join(f':{column}' for column in _OBJECT_COLUMNS)})"
     " ON CONFLICT (uid) DO UPDATE SET "
-    + ", ".join(f"{column} = excluded.{column}" for column in _OBJECT_COLUMNS[4:])
+    + ", ".join(f"{column} = excluded.{column}" for column in _OBJECT_COLUMNS[3:])
 )
 
 

@@ -147,6 +147,9 @@ class Tables:
         if stored.uid in self.tombstones or generation < self._generation(stored.uid):
             raise StaleGeneration(f"generation {generation} is not new", resource=stored.title)
         self._refuse_taken_slot(stored)
+        before = self.objects.get(stored.uid)
+        if before is not None and before.key != stored.key:  # it has another name from now on
+            self._drop(self.by_key, before.key, undo)
         self._set(self.objects, stored.uid, stored, undo)
         self._set(self.by_key, stored.key, stored.uid, undo)
         self._raise_revision(revision_of(stored), undo)

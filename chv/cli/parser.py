@@ -10,6 +10,7 @@ from chv.cli.parser_console import add_console
 from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
 from chv.cli.parser_node import add_node
+from chv.cli.parser_rebuild import add_rebuild
 from chv.cli.parser_storage import add_storage
 from chv.cli.parser_upkeep import add_upkeep
 
@@ -27,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     _objects(commands)
     _verbs(commands)
     add_clone(commands, _add)
+    add_rebuild(commands, _add)
     _guest(commands)
     add_console(commands, _add)
     _operations(commands)

@@ -165,6 +165,8 @@ class SimStord:
             parent = self._volume(source.volume_id)
             if source.snapshot_id not in parent.snapshots:
                 raise NotFound("no such snapshot")
+        if backend.size_bytes > self.device_bytes:
+            raise InvalidArgument("more than its device has", field="backend.size_bytes")
         volume = SimVolume(params.meta.generation, backend.size_bytes, backend, key=_key(backend))
         self.volumes[uid] = volume
         if source is not None and source.mode is stord.CloneMode.FULL:

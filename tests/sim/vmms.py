@@ -571,7 +571,11 @@ class SimImages:
 
     async def ensure_builtin(self, name: str) -> ImageArtifacts:
         def effect() -> ImageArtifacts:
-            return ImageArtifacts(kernel=self._put("a" * 64), initramfs=self._put("b" * 64))
+            return ImageArtifacts(
+                kernel=self._put("a" * 64),
+                initramfs=self._put("b" * 64),
+                disk=self._put("e" * 64, "raw"),
+            )
 
         made = await self._chaos.seam(self._life, "image.builtin", effect)
         assert isinstance(made, ImageArtifacts)

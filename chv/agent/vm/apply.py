@@ -26,7 +26,7 @@ from chv.agent.records import (
     StoredObject,
     WorkerRow,
 )
-from chv.agent.vm import holding, model, plugging, restoring, steps
+from chv.agent.vm import holding, model, plugging, rebuilding, restoring, steps
 from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.disks import Asker, attach, detach
@@ -123,6 +123,12 @@ class Applier:
                 await self._remove_files()
             case steps.FinishDeleteStep():
                 await finish_delete(self._context, self._uid)
+            case steps.SwapRootStep():
+                await rebuilding.swap(self._context, self._uid)
+            case steps.DropRootStep():
+                await rebuilding.drop(self._context, self._uid)
+            case steps.AbandonRebuildStep():
+                await rebuilding.abandon(self._context, self._uid)
             case steps.WaitStep():
                 raise AssertionError("a WaitStep has no effect")
             case _:
@@ -273,6 +279,7 @@ class Applier:
         cloud_init = self._vm.spec.cloud_init
         request = SeedRequest(
             hostname=hostname_of(self._vm),
+            instance=facts_of(self._stored).rebuilds,
             ssh_authorized_keys=tuple(cloud_init.ssh_authorized_keys),
             user_data=cloud_init.user_data,
             nics=tuple(

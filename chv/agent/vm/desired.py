@@ -12,6 +12,7 @@ from chv.agent.vm.model import (
     DesiredNic,
     DesiredVm,
 )
+from chv.agent.vm.rebuild_rules import standing
 from chv.common.ids import derived_uid
 from chv.common.quantity import parse_bytes
 from chv.common.wire.agent import VolumeVerb
@@ -85,6 +86,7 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
     """Return what is wanted."""
     vm, facts = vm_of(stored), facts_of(stored)
     held = _held(tables, stored)
+    rebuild = standing(tables, stored) if facts.rebuild is not None else None
     return DesiredVm(
         uid=stored.uid,
         running=wants_to_run(vm, facts) and not held,
@@ -101,6 +103,8 @@ def desired_vm(tables: Tables, stored: StoredObject) -> DesiredVm:
         cpus=vm.spec.cpus,
         memory_bytes=parse_bytes(vm.spec.memory, field="spec.memory"),
         lent=facts.lent,
+        rebuild=rebuild.stage if rebuild is not None else None,
+        rebuild_force=facts.rebuild is not None and facts.rebuild.force,
         boot_image=vm.spec.boot.image,
         disks=_disks(tables, vm),
         nics=_nics(tables, vm, facts),

@@ -94,6 +94,8 @@ def _told(
         return context.operations.ending(operation, OperationState.FAILED, message)
     if operation is None or follow.follow not in (Follow.HALT, Follow.GIVE_UP, Follow.REST):
         return []
+    if operation.verb == "rebuild" and facts.rebuild is not None and not facts.rebuild.swapped:
+        return []  # it gets its new root disk all the same
     if operation.verb in ("stop", "delete"):
         return []
     repaired = operation.verb == "reconcile" and follow.follow is Follow.HALT

@@ -12,7 +12,14 @@ from chv.common.wire.resources import RunStrategy
 
 BACKOFF_S_MAX = 60.0
 ASKED_FOR = frozenset(
-    {EndKind.STOP, EndKind.DRAIN, EndKind.RESTART, EndKind.RESTORE, EndKind.DELETE}
+    {
+        EndKind.STOP,
+        EndKind.DRAIN,
+        EndKind.RESTART,
+        EndKind.RESTORE,
+        EndKind.REBUILD,
+        EndKind.DELETE,
+    }
 )
 
 
@@ -98,6 +105,7 @@ def describe(ending: Ending, moment: str) -> str:
         EndKind.DRAIN: "stopped with all VMs of the node",
         EndKind.RESTART: "stopped for a restart",
         EndKind.RESTORE: "stopped to be restored",
+        EndKind.REBUILD: "stopped for a new root disk",
         EndKind.DELETE: "stopped for deletion",
         EndKind.GUEST_SHUTDOWN: "GuestShutdown: the guest powered off",
         EndKind.CRASH: "Crash: the VMM ended by itself",

@@ -42,6 +42,9 @@ NAMES: dict[type[steps.Step], str] = {
     steps.RestoreDisksStep: "restore_disks",
     steps.RunRestoredStep: "run_restored",
     steps.WithdrawStep: "withdraw",
+    steps.SwapRootStep: "swap_root",
+    steps.DropRootStep: "drop_root",
+    steps.AbandonRebuildStep: "abandon_rebuild",
 }
 # Around the parts of a spawn, a plug, an unplug and a freeze there are more.
 FAILPOINTS = (

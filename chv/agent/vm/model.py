@@ -46,6 +46,15 @@ class DesiredNic:
         return [uid for _, uid in self.groups]
 
 
+class RebuildStage(Enum):
+    """How far a VM is with its new root disk."""
+
+    MAKING = "making"  # it is not there yet: the VM goes on as it is
+    DUE = "due"  # it is there: the VM ends, and the disks are swapped
+    OFF = "off"  # it will never be there, or is not wanted any more
+    SWAPPED = "swapped"  # the VM has it; the former one goes once the VM has run
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredVm:
     """What is wanted, from the store alone."""
@@ -63,6 +72,8 @@ class DesiredVm:
     restore: str = ""  # the snapshot that it is to go on from
     disks_restored: bool = False
     lent: str = ""  # the snapshot that was handed over for that
+    rebuild: RebuildStage | None = None
+    rebuild_force: bool = False  # the guest is not asked when it has to end for that
     cpus: int = 1
     memory_bytes: int = 0
     boot_image: str = ""

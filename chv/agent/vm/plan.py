@@ -17,6 +17,7 @@ from chv.agent.vm.model import (
     ObservedVm,
     ObservedVolume,
     ObservedWorker,
+    RebuildStage,
 )
 from chv.agent.vm.plan_disks import (
     detach_volumes,
@@ -35,6 +36,7 @@ from chv.agent.vm.plan_nics import (
 )
 from chv.agent.vm.plan_sizes import resize
 from chv.agent.vm.steps import (
+    AbandonRebuildStep,
     AdoptStep,
     AttachConsoleStep,
     AwaitDisksStep,
@@ -42,6 +44,7 @@ from chv.agent.vm.steps import (
     CleanupStep,
     CreateStep,
     DetachNicStep,
+    DropRootStep,
     EnsureSeedStep,
     FinishDeleteStep,
     ForgetWorkerStep,
@@ -59,6 +62,7 @@ from chv.agent.vm.steps import (
     SpawnStep,
     Step,
     StopStep,
+    SwapRootStep,
     ThawStep,
     WaitStep,
     WithdrawStep,
@@ -73,6 +77,8 @@ def plan(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     worker = observed.worker
     if observed.stranger:
         return [_in_doubt("a VMM of this VM runs that no record explains")]
+    if desired.rebuild is RebuildStage.OFF and not desired.deleting:
+        return [AbandonRebuildStep()]  # and look again: it has no effect but on records
     if worker is None:
         return _without_worker(desired, observed)
     if worker.life is Life.UNKNOWN:
@@ -104,6 +110,8 @@ def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
         return [silent]
     if desired.deleting:
         return [*_withdraw(desired), *_delete(observed)]
+    if desired.rebuild is RebuildStage.DUE:
+        return [*_withdraw(desired), *detach_volumes(observed.attached), SwapRootStep()]
     if not desired.running:
         return [
             *_withdraw(desired),
@@ -227,6 +235,8 @@ def _alive(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> 
     if desired.storage_request and not _waits(steps):
         # Last: by then the vCPUs run. A VMM whose vCPUs stand may not come back to its disks.
         steps.append(restart_storage(observed))
+    if desired.rebuild is RebuildStage.SWAPPED and worker.booted and not _waits(steps):
+        steps.append(DropRootStep())
     waits = nics_wait(desired, observed) if observed.network_known else None
     # A plan ends with the first thing that it waits for.
     return [*steps, waits] if waits is not None and not _waits(steps) else steps
@@ -274,6 +284,8 @@ def _stop(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> S
         return StopStep(EndKind.DELETE, ask)
     if not desired.running:
         return StopStep(EndKind.DRAIN if desired.held else EndKind.STOP, ask)
+    if desired.rebuild is RebuildStage.DUE:
+        return StopStep(EndKind.REBUILD, ask and not desired.rebuild_force)
     if desired.replace_worker == worker.worker_id:
         kind = EndKind.RESTORE if desired.restore else EndKind.RESTART
         return StopStep(kind, ask)

@@ -18,6 +18,7 @@ from chv.agent.vm.desired import desired_vm, facts_of, same_wish, vm_of
 from chv.agent.vm.model import (
     DesiredVm,
     Life,
+    RebuildStage,
 )
 from chv.agent.vm.observe import Memory, Sight, look_at_monitor, observe
 from chv.agent.vm.pending import pending_changes
@@ -25,6 +26,7 @@ from chv.agent.vm.plan import (
     plan,
 )
 from chv.agent.vm.probe import Prober
+from chv.agent.vm.rebuild_rules import former_disk, progress
 from chv.agent.vm.status import Picture, vm_status
 from chv.agent.vm.steps import (
     FinishDeleteStep,
@@ -185,6 +187,10 @@ class VmReconciler:
         if operation is None or stored is None:
             return
         facts = facts_of(stored)
+        if desired.rebuild is RebuildStage.MAKING:
+            words = progress(self._context.ledger.tables, stored)
+            await self._context.operations.note(self._uid, words)
+            return
         if desired.held:
             await self._settle_held(operation, desired)
             return
@@ -198,6 +204,9 @@ class VmReconciler:
         message = runs if desired.running else (operation.message or "stopped")
         if pending and operation.verb == "update":
             message = f"stored; takes effect at the next start: {', '.join(pending)}"
+        if operation.verb == "rebuild":
+            former = former_disk(self._context.ledger.tables, stored)
+            message = f"{runs if desired.running else 'stopped'}; {former}"
         await self._context.operations.end(operation.id, OperationState.SUCCEEDED, message)
 
     async def _settle_held(self, operation: Operation, desired: DesiredVm) -> None:
@@ -209,8 +218,9 @@ class VmReconciler:
         message, state = desired.held, OperationState.SUCCEEDED
         if operation.verb in ("start", "restart"):
             state = OperationState.FAILED
-        elif operation.verb in ("create", "clone", "update"):
-            message = f"stored; not started: {desired.held}"
+        elif operation.verb in ("create", "clone", "update", "rebuild"):
+            done = "rebuilt" if operation.verb == "rebuild" else "stored"
+            message = f"{done}; not started: {desired.held}"
         await self._context.operations.end(operation.id, state, message)
 
     async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:

@@ -229,6 +229,23 @@ class RunRestoredStep:
     """Let a guest run on that a VMM has read back from a snapshot."""
 
 
+@dataclass(frozen=True, slots=True)
+class SwapRootStep:
+    """Give the VM its new root disk under the name of the former one."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropRootStep:
+    """Let the former root disk go."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonRebuildStep:
+    """Take back a rebuild: the VM keeps the root disk that it has."""
+
+
+# Effects on records alone.
+RebuildStep = SwapRootStep | DropRootStep | AbandonRebuildStep
 # Effects on a VMM that is there.
 VmmStep = (
     CreateStep
@@ -252,6 +269,7 @@ VmmStep = (
 )
 Step = (
     VmmStep
+    | RebuildStep
     | WaitStep
     | AdoptStep
     | SelectVmmStep
