@@ -36,8 +36,10 @@ from chv.agent.metrics_sample import Sampler
 from chv.agent.metrics_server import MetricsServer
 from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.node_gate import NodeGate
+from chv.agent.operations import SYSTEM
 from chv.agent.ports import Gate, Limits, World
 from chv.agent.probes import Probes, settings_of
+from chv.agent.requesters import stamped
 from chv.agent.resources import machine
 from chv.agent.saves import Saves
 from chv.agent.seeds import Seeds
@@ -55,13 +57,8 @@ from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
-from chv.common.wire.agent import METHODS, CollectImages
-from chv.common.wire.agent_clone import CLONE_METHODS
-from chv.common.wire.agent_console import CONSOLE_METHODS
-from chv.common.wire.agent_history import HISTORY_METHODS
-from chv.common.wire.agent_leaks import LEAK_METHODS
-from chv.common.wire.agent_node import NODE_METHODS
-from chv.common.wire.agent_rebuild import REBUILD_METHODS
+from chv.common.wire.agent import CollectImages
+from chv.common.wire.agent_methods import AGENT_METHODS
 from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
 from chv.common.wire.types import Empty
@@ -159,7 +156,10 @@ class Agent:
             self.engine.notify_daemon_ready(name)
 
     def _daemon_lost(self, name: str, reason: str) -> None:
+        known = _predicate(name) in self.node.held
         self.node.observe(_predicate(name), holds=False, reason="NotAnswering", message=reason)
+        if known and self.engine is not None:
+            self.engine.notify_daemon_lost(name)
 
     def _daemon_failed(self, name: str, reason: str) -> None:
         self.node.fatal(f"{name}: {reason}")
@@ -200,8 +200,10 @@ class Agent:
         while True:
             await anyio.sleep(COLLECT_EVERY_S)
             try:
-                request = CollectImages(requester="agent")
-                done = await self.engine.collect_images(request)
+                request = CollectImages(requester=SYSTEM, dry_run=True)
+                if not (await self.engine.collect_images(request)).removed:
+                    continue  # nothing to be done, so no operation
+                done = await self.engine.collect_images(CollectImages(requester=SYSTEM))
             except (ChvError, OSError) as error:
                 log.warning("images.collect_failed", error=str(error))
                 continue
@@ -243,16 +245,8 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
     make_directories(layout, config)
     with FileLock.acquire(layout.lock("agent")):
         agent = Agent(config_path, config, layout)
-        methods = (
-            *METHODS,
-            *CLONE_METHODS,
-            *REBUILD_METHODS,
-            *HISTORY_METHODS,
-            *NODE_METHODS,
-            *LEAK_METHODS,
-            *CONSOLE_METHODS,
-        )
-        server = Server("agent", methods, allow_uids=frozenset(config.api.allow_uids))
+        uids = frozenset(config.api.allow_uids)
+        server = Server("agent", AGENT_METHODS, allow_uids=uids, stamp=stamped)
         server.recovering = "reading the store"
         add_hello(server, layout)
         async with open_store(layout.database("agent")) as store:
@@ -271,7 +265,8 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
             ).register(server)
             agent.census = Census(agent.census_parts(agent.engine))
             ConsoleApi(agent.console, agent.engine).register(server)
-            UpkeepApi(agent.census, agent.daemons, agent.console).register(server)
+            upkeep = UpkeepApi(agent.census, agent.daemons, agent.console, agent.engine)
+            upkeep.register(server)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_signal, tasks.cancel_scope)
                 await tasks.start(server.serve, layout.socket("agent"))

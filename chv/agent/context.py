@@ -12,20 +12,23 @@ from weakref import WeakValueDictionary
 import anyio
 import msgspec
 
+from chv.agent.deadlines import Deadlines, passes
 from chv.agent.ledger import Ledger
 from chv.agent.listing import Listing
 from chv.agent.naming import named_error
 from chv.agent.operations import Operations
 from chv.agent.ports import Caller, P, R, World
+from chv.agent.ranks import start_rank, stop_rank, to_start, to_stop
 from chv.agent.records import PutStatus, Status, StoredObject
 from chv.agent.references import references, referrers
 from chv.agent.resources.commitment import Budget
-from chv.agent.starts import StartQueue
+from chv.agent.starts import Order, StartQueue
 from chv.common.clock import timestamp
 from chv.common.errors import ChvError
 from chv.common.rpc import Method
 from chv.common.wire import nwd, nwd_policy, stord
-from chv.common.wire.resources import Resource
+from chv.common.wire.agent_operations import QueuePlace
+from chv.common.wire.resources import ConditionStatus, Resource
 from chv.common.wire.types import CallMeta, Empty
 
 BUGS_MAX = 20
@@ -58,12 +61,16 @@ class Context:
         self.world = world
         self.ledger = ledger
         self.operations = Operations(ledger, world.clock, world.ids)
+        self.progress = self.operations.progress
+        self.places: dict[str, QueuePlace] = {}  # VMs that wait for their turn, by uid
         self.wake = wake
         self.stord: Caller = _Limited(world.stord, ledger)
         self.nwd: Caller = _Limited(world.nwd, ledger)
         self.budget = Budget(world.limits.capacity, world.expect)
         self.starts = StartQueue(world.limits.parallel_starts, wake)
         self.drains = StartQueue(world.limits.parallel_drains, wake)  # stops of a drained node
+        self.start_order = Order(lambda uid: start_rank(ledger.tables, uid), wake)
+        self.stop_order = Order(lambda uid: stop_rank(ledger.tables, uid), wake)
         self.strangers: dict[str, str] = {}  # short uid of a VM -> worker id nobody recorded
         self.volumes = Listing(lambda: self.stord.call(stord.LIST_VOLUMES, Empty()))
         self.sessions = Listing(lambda: self.stord.call(stord.LIST_SESSIONS, Empty()))
@@ -77,6 +84,14 @@ class Context:
         self.encoded: dict[str, tuple[Resource, msgspec.Raw]] = {}  # objects as JSON, by uid
         self.bugs: deque[str] = deque(maxlen=BUGS_MAX)  # what the firewall caught
         self.seen_at: dict[str, float] = {}  # monotonic time of the last full look at an object
+        self.probed: dict[str, dict[str, str]] = {}  # uid -> condition -> when evidence was seen
+        self.deadlines = Deadlines(world.clock)
+
+    def begin_round(self) -> None:
+        """Let all VMs that are to start, or to stop for the node, do so in their order."""
+        self.start_order.begin(to_start(self.ledger.tables, self.world.boot_id))
+        held = self.ledger.tables.node.holds_vms
+        self.stop_order.begin(to_stop(self.ledger.tables) if held else ())
 
     def stored(self, uid: str) -> StoredObject | None:
         """Return an object from memory."""
@@ -101,13 +116,49 @@ class Context:
     async def publish(self, stored: StoredObject, status: Status) -> None:
         """Store and show a status where it tells more than another moment of looking."""
         current = self.stored(stored.uid)
-        if current is None or same_status(current.resource.status, status):
+        if current is None:
+            return
+        status = self._dated(current, self.deadlines.judged(current, status))
+        if same_status(current.resource.status, status):
             return
         before = current.resource.status
         await self.ledger.commit(PutStatus(uid=stored.uid, status=status))
         seen = before.observed_generation if before is not None else 0
         if phase_of(before) != phase_of(status) or seen != status.observed_generation:
             self.wake_referrers(current)
+
+    def _dated(self, stored: StoredObject, status: Status) -> Status:
+        """Return the status, where what is Unknown has the moment when it was known last."""
+        before = stored.resource.status
+        shown = {each.type: each.last_probe_time for each in before.conditions} if before else {}
+        shown |= self.probed.get(stored.uid, {})
+        conditions = [
+            msgspec.structs.replace(each, last_probe_time=shown.get(each.type, ""))
+            if each.status is ConditionStatus.UNKNOWN
+            else each
+            for each in status.conditions
+        ]
+        self.probed[stored.uid] = {each.type: each.last_probe_time for each in conditions}
+        return msgspec.structs.replace(status, conditions=conditions)
+
+    async def tell_overdue(self) -> None:
+        """Show what has become overdue while nobody looked: a step may take its time."""
+        due = [each.uid for each in self.ledger.tables.objects.values() if passes(each)]
+        for uid in due:
+            async with self.ledger.writing() as tables:
+                stored = tables.objects.get(uid)
+                status = stored.resource.status if stored is not None else None
+                if stored is None or status is None:
+                    continue
+                judged = self.deadlines.judged(stored, status)
+                if not same_status(status, judged):
+                    await self.ledger.commit_held(PutStatus(uid=uid, status=judged))
+
+    def forget(self, uid: str) -> None:
+        """The object is gone: nothing is remembered of it."""
+        for remembered in (self.seen_at, self.probed, self.encoded, self.places):
+            remembered.pop(uid, None)
+        self.deadlines.forget(uid)
 
     def wake_referrers(self, stored: StoredObject) -> None:
         """Look at those who refer to an object: it has changed."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
+from chv.agent import idempotency
 from chv.agent.context import Context, phase_of
 from chv.agent.node import NodeEvent
 from chv.agent.node_record import NODE_UID, Hold, NodeIntent, NodeRecord, PutNode
@@ -21,7 +22,7 @@ from chv.common import logs
 from chv.common.errors import ChvError, InvalidArgument
 from chv.common.failpoint import failpoint
 from chv.common.wire import agent_node as api
-from chv.common.wire.agent import Operation, OperationState
+from chv.common.wire.agent import Operation, OperationReply, OperationState
 from chv.common.wire.agent_node import NodeVerb
 from chv.common.wire.resources import ConditionStatus
 
@@ -60,7 +61,12 @@ class NodeDesk:
         """Record a verb and follow it; return its operation and whether it was so already."""
         if request.verb is NodeVerb.MAINTENANCE and not request.reason:
             raise InvalidArgument("maintenance wants a reason", field="reason", hint="--reason")
-        async with self._context.ledger.writing() as tables:
+        ledger, digest = self._context.ledger, idempotency.digest_of("node", request)
+        async with ledger.writing() as tables:
+            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
+            if known is not None:
+                first = msgspec.json.decode(known.reply, type=OperationReply).operation
+                return first.id, True
             joined = _joined(tables.node, request.verb)
             if joined is not None:
                 return joined, True
@@ -68,7 +74,10 @@ class NodeDesk:
                 self._context.world.gate.allow(EVENTS[request.verb])
             operation = self._operation(request)
             after = self._after(tables.node, request, operation)
-            changes = [PutNode(record=after), *self._told(tables.node, after, operation)]
+            reply = OperationReply(operation=operation)
+            remembered = idempotency.remembered(request.idempotency_key, digest, reply)
+            told = self._told(tables.node, after, operation)
+            changes: list[Change] = [PutNode(record=after), *told, *remembered]
             await self._commit(request.verb.value, changes)
         return operation.id, False
 
@@ -158,9 +167,12 @@ class NodeDesk:
 
     async def _commit(self, name: str, changes: Sequence[Change]) -> None:
         """Store the record, then let node and VMs follow; the caller holds `writing`."""
+        held = self.record.holds_vms
         await failpoint(f"agent.node.{name}.before")
         await self._context.ledger.commit_held(*changes)
         await failpoint(f"agent.node.{name}.after")
+        if self.record.holds_vms is not held:
+            self._context.begin_round()
         self.follow()
         for row in self._context.ledger.tables.of_kind("VirtualMachine"):
             self._context.wake(row.uid)

@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
+import anyio.to_thread
 import msgspec
 from anyio.abc import TaskStatus
 
 from chv.agent import queries
 from chv.agent.actors import Reconciler, Worker, Workers
+from chv.agent.cancelling import Cancelling
+from chv.agent.chores import Chores, Tell
 from chv.agent.cloning import Cloning
 from chv.agent.context import Context
+from chv.agent.deadlines import EVERY_S
 from chv.agent.draining import NodeDesk
 from chv.agent.history import History
-from chv.agent.image.imports import ImageImports
+from chv.agent.image.imports import ImageImports, ImportRequest
 from chv.agent.image.reconciler import ImageReconciler
 from chv.agent.keys import Keys
 from chv.agent.leak_records import LeakRecords
@@ -31,7 +35,9 @@ from chv.agent.network.directory import Directory
 from chv.agent.network.exposures import ExposureReconciler
 from chv.agent.network.groups import GroupReconciler
 from chv.agent.network.reconciler import NetworkReconciler
-from chv.agent.ports import OnProgress, World
+from chv.agent.operation_filter import OperationFilter
+from chv.agent.operation_view import OperationView
+from chv.agent.ports import World
 from chv.agent.queries import VmAccess
 from chv.agent.rebuilding import Rebuilding
 from chv.agent.records import FINAL_STATES, AgentStore, StoredObject
@@ -42,8 +48,9 @@ from chv.agent.tables import Tables
 from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.volume.reconciler import VolumeReconciler
 from chv.agent.why import Why
+from chv.common import logs
 from chv.common.clock import timestamp
-from chv.common.errors import DeadlineExceeded, NotFound
+from chv.common.errors import ChvError, DeadlineExceeded, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
 from chv.common.wire.agent_clone import CloneVm, CloneVmReply
@@ -52,6 +59,8 @@ from chv.common.wire.nwd_policy import NetworkEvent
 from chv.common.wire.stord import StorageEvent
 
 __all__ = ["Engine", "RecoveryReport", "VmAccess"]
+
+log = logs.get(__name__)
 
 RECONCILERS: dict[str, Callable[[Context, str], Reconciler]] = {
     "VirtualMachine": VmReconciler,
@@ -73,18 +82,21 @@ class Engine:
         self._workers = Workers(self._worker)
         self._context = Context(world, self._ledger, self._workers.wake)
         self._mutations = Mutations(self._context, self._workers)
+        self.chores = Chores(self._context)
         self._imports = ImageImports(
-            self._context, self._mutations.apply, self._mutations.refuse_when_short
+            self._context, self.chores, self._mutations.apply, self._mutations.refuse_when_short
         )
         self._cloning = Cloning(self._context, self._workers, self._mutations.refuse_when_short)
         self._rebuilding = Rebuilding(
             self._context, self._workers, self._mutations.refuse_when_short
         )
-        self.keys = Keys(self._context)
+        self.keys = Keys(self._context, self.chores)
         self.history = History(self._context, self._mutations.apply)
         self.why = Why(self._context, self.history)
         self.leak_records = LeakRecords(self._context)
         self.node = NodeDesk(self._context)
+        self._cancelling = Cancelling(self._context, self._workers, self.chores, self.node)
+        self._view = OperationView(self._context, self.chores, self.node)
         self.operation_counts = OperationCounts()
         self._ledger.on_commit = self.operation_counts.committed
         self._ledger.on_reload = self._look_at_all
@@ -101,10 +113,22 @@ class Engine:
         """Reconcile until cancelled. Call `load`, then `recover`, then start this in a group."""
         async with anyio.create_task_group() as group:
             self._workers.attach(group)
+            self._context.begin_round()
             self._look_at_all()
             group.start_soon(self.node.run)
+            group.start_soon(self.chores.run)
+            group.start_soon(self._watch_deadlines)
             task_status.started()
             await anyio.sleep_forever()
+
+    async def _watch_deadlines(self) -> None:
+        """Show what has become overdue; what the store refuses now is tried again soon."""
+        while True:
+            await self._context.world.clock.sleep(EVERY_S)
+            try:
+                await self._context.tell_overdue()
+            except ChvError as error:
+                log.warning("agent.deadlines.untold", error=str(error))
 
     def _look_at_all(self) -> None:
         """Memory was read: node and objects follow it, also what was stored without a reply."""
@@ -148,31 +172,32 @@ class Engine:
 
     async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
         """Ask for the end of an operation where that is safe."""
-        return await self._mutations.cancel(request)
+        return await self._cancelling.cancel(request)
 
     async def import_image(
-        self, request: api.ImportImage, on_progress: OnProgress | None = None
+        self, request: ImportRequest, tell: Tell | None = None
     ) -> api.ImportImageReply:
-        """Store an artifact and (re)define the Image that has it."""
-        return await self._imports.import_image(request, on_progress)
+        """Store an artifact and (re)define the Image that has it; goes on without its caller."""
 
-    async def fetch_image(
-        self, request: api.FetchImage, on_progress: OnProgress | None = None
-    ) -> api.ImportImageReply:
-        """Download an artifact and (re)define the Image that has it."""
-        return await self._imports.fetch(request, on_progress)
+        async def seen(operation: Operation) -> None:
+            if tell is not None:
+                await tell(self._view.seen(operation))
+
+        return await self._imports.take(request, seen if tell is not None else None)
 
     async def open_upload(self, request: api.OpenUpload) -> tuple[str, int]:
         """Begin an upload; the descriptor is the caller's."""
         return await self._imports.open_upload(request)
 
-    async def finish_upload(self, request: api.FinishUpload) -> api.ImportImageReply:
-        """Store an upload as an artifact and (re)define the Image that has it."""
-        return await self._imports.finish_upload(request)
-
     async def collect_images(self, request: api.CollectImages) -> api.CollectImagesReply:
         """Remove artifacts that no Image has, and old partial downloads."""
         return await self._imports.collect(request)
+
+    async def unused(self) -> dict[str, int]:
+        """How many stored artifacts and keys nothing needs."""
+        artifacts = (await self._imports.unneeded(dry_run=True)).removed
+        keys = await anyio.to_thread.run_sync(self.keys.unused)
+        return {"image artifact": len(artifacts), "key": keys}
 
     # --- reads: from memory
 
@@ -192,12 +217,16 @@ class Engine:
     async def list_operations(self, request: api.ListOperations) -> api.ListOperationsReply:
         """Newest first, without steps."""
         if request.active_only:
-            active = queries.active_operations(self._context, request)
-            return api.ListOperationsReply(operations=active)
-        found = await self._ledger.store.operations(
-            kind=request.kind, namespace=request.namespace, name=request.name, limit=request.limit
-        )
-        return api.ListOperationsReply(operations=found)
+            found = queries.active_operations(self._context, request)
+        else:
+            found = await self._ledger.store.operations(
+                kind=request.kind,
+                namespace=request.namespace,
+                name=request.name,
+                limit=request.limit,
+                others=OperationFilter(request.verb, tuple(request.states), request.since),
+            )
+        return api.ListOperationsReply(operations=[self._view.seen(each) for each in found])
 
     async def wait_operation(self, request: api.WaitOperation) -> api.OperationReply:
         """The operation once it is final; DeadlineExceeded before."""
@@ -283,6 +312,11 @@ class Engine:
             for stored in self._ledger.tables.of_kind(kind):
                 self._workers.insist(stored.uid)
 
+    def notify_daemon_lost(self, name: str) -> None:
+        """stord or nwd does not answer: what rests on it is to be shown as Unknown now."""
+        for stored in self._ledger.tables.objects.values():
+            self._workers.wake(stored.uid)
+
     def notify_daemon_ready(self, name: str) -> None:
         """stord or nwd (or the node's readiness) came back: look at everything now."""
         self._workers.insist_all()
@@ -295,4 +329,4 @@ class Engine:
         operation = await self._ledger.operation(operation_id)
         if operation is None:
             raise NotFound(f"there is no operation {operation_id!r}")
-        return operation
+        return self._view.seen(operation)

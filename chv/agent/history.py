@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from chv.agent import idempotency
 from chv.agent.context import Context
 from chv.agent.generations import Generation, GenerationRow
 from chv.common.errors import FailedPrecondition, NotFound
@@ -22,7 +23,7 @@ from chv.common.wire.types import API_VERSION
 
 REASON_MAX = 256
 
-Applier = Callable[[api.Apply], Awaitable[api.ApplyReply]]
+Applier = Callable[[api.Apply, str], Awaitable[api.ApplyReply]]
 
 
 class History:
@@ -78,6 +79,11 @@ class History:
 
     async def rollback(self, request: wire.Rollback) -> api.ApplyReply:
         """Apply an earlier generation again, as a new one."""
+        digest = idempotency.digest_of("rollback", request)
+        key, store = request.idempotency_key, self._context.ledger
+        known = await idempotency.recorded(store, "" if request.dry_run else key, digest)
+        if known is not None:
+            return msgspec.json.decode(known.reply, type=api.ApplyReply)
         words = f"rollback to generation {request.to}"
         if request.reason:
             words += f": {request.reason}"
@@ -87,7 +93,9 @@ class History:
                 requester=request.requester,
                 reason=words[:REASON_MAX],
                 dry_run=request.dry_run,
-            )
+                idempotency_key=key,
+            ),
+            digest,
         )
 
     async def _uid(self, kind: str, namespace: str, name: str, uid: str) -> tuple[str, list[str]]:

@@ -15,11 +15,20 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from chv.agent.chores import Came, Chores, Task, Way, Wish
 from chv.agent.context import Context
 from chv.agent.records import StoredObject
+from chv.agent.side_verbs import CREATE_KEY, DELETE_KEY
 from chv.common import logs
 from chv.common.clock import timestamp
-from chv.common.errors import AlreadyExists, InUse, InvalidArgument, NotFound
+from chv.common.errors import (
+    AlreadyExists,
+    Conflict,
+    FailedPrecondition,
+    InUse,
+    InvalidArgument,
+    NotFound,
+)
 from chv.common.files import (
     atomic_create,
     ensure_dir,
@@ -40,47 +49,97 @@ KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 4096
 
 
 class Keys:
-    """The keys of this node."""
+    """The keys of this node. Made and destroyed as operations; no bytes of a key are recorded."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, chores: Chores) -> None:
         self._context = context
+        self._chores = chores
         self._layout = context.world.layout
         self._lock = anyio.Lock()  # a writer tidies up after those that were killed
+        chores.teach(CREATE_KEY, Way(self._create))
+        chores.teach(DELETE_KEY, Way(self._destroy))
 
     async def put(self, request: api.PutKey) -> api.KeyInfo:
         """Make a key; AlreadyExists where the name was given before."""
         value = _decoded(request.key) if request.key else passphrase().encode()
+        wish = _wish(CREATE_KEY, request)
+        operation, known = await self._chores.begin(
+            wish, check=lambda: self._refuse_taken(request), hand=value
+        )
+        await self._chores.outcome(operation.id)
+        if known and request.key:
+            await self._refuse_another(request, value)
+        return self._info(request.namespace, request.name)
+
+    async def _create(self, task: Task) -> Came:
+        operation = task.operation
+        name = f"{operation.namespace}/{operation.name}"
+        if task.again:  # its bytes died with the agent, or are in the file
+            if not exists(self._layout, operation.namespace, operation.name):
+                raise FailedPrecondition(
+                    "the agent ended before it was stored", resource=f"key {name}", hint="once more"
+                )
+            return Came("stored")
         async with self._lock:
             await anyio.to_thread.run_sync(
-                _write, self._layout.keys, request.namespace, request.name, value
+                _write, self._layout.keys, operation.namespace, operation.name, task.hand
             )
-        log.info(
-            "agent.key.created",
-            key=f"{request.namespace}/{request.name}",
-            requester=request.requester,
-        )
-        return self._info(request.namespace, request.name)
+        log.info("agent.key.created", key=name, requester=operation.requester)
+        return Came("stored")
+
+    def _refuse_taken(self, request: api.PutKey) -> None:
+        if exists(self._layout, request.namespace, request.name):
+            raise _taken(request.namespace, request.name)
+
+    async def _refuse_another(self, request: api.PutKey, value: bytes) -> None:
+        """Refuse a repeated request with other bytes: they are not what was stored."""
+        path = resolve_inside(self._layout.keys, f"{request.namespace}/{request.name}")
+        if await anyio.to_thread.run_sync(path.read_bytes) != value:
+            raise Conflict(
+                "the first request under this key had other bytes",
+                resource=f"key {request.namespace}/{request.name}",
+                field="idempotency_key",
+                hint="use a new key for a new request",
+            )
 
     async def delete(self, request: api.DeleteKey) -> Done:
         """Destroy a key that no volume needs."""
-        name = f"{request.namespace}/{request.name}"
         # What stord has counts as well: a rotation may be half-way.
         listed = (await self._context.volumes.fresh()).volumes
-        async with self._context.ledger.writing():
-            users = self._users(request.namespace, request.name)
-            users += self._rotating(request.namespace, listed, name)
-            if users:
-                words = ", ".join(sorted(set(users)))
-                raise InUse(
-                    f"volume {words} needs it, or may until its rotation is done",
-                    resource=f"key {name}",
-                    hint="give the volume another key, or delete it",
-                )
-            await anyio.to_thread.run_sync(
-                _remove, self._layout.keys, request.namespace, request.name
-            )
-        log.info("agent.key.deleted", key=name, requester=request.requester)
+        operation, _ = await self._chores.begin(
+            _wish(DELETE_KEY, request),
+            check=lambda: self._refuse_needed(request.namespace, request.name, listed),
+        )
+        await self._chores.outcome(operation.id)
         return Done()
+
+    async def _destroy(self, task: Task) -> Came:
+        namespace, name = task.operation.namespace, task.operation.name
+        listed = (await self._context.volumes.fresh()).volumes
+        async with self._context.ledger.writing():
+            if task.again and not exists(self._layout, namespace, name):
+                return Came("destroyed")
+            self._refuse_needed(namespace, name, listed)
+            await anyio.to_thread.run_sync(_remove, self._layout.keys, namespace, name)
+        log.info("agent.key.deleted", key=f"{namespace}/{name}", requester=task.operation.requester)
+        return Came("destroyed")
+
+    def _refuse_needed(self, namespace: str, name: str, listed: list[stord.VolumeInfo]) -> None:
+        if not exists(self._layout, namespace, name):
+            raise NotFound(f"there is no key {namespace}/{name}")
+        users = self._users(namespace, name)
+        users += self._rotating(namespace, listed, f"{namespace}/{name}")
+        if users:
+            words = ", ".join(sorted(set(users)))
+            raise InUse(
+                f"volume {words} needs it, or may until its rotation is done",
+                resource=f"key {namespace}/{name}",
+                hint="give the volume another key, or delete it",
+            )
+
+    def unused(self) -> int:
+        """Return how many keys no volume names. Blocking, but a directory is all it reads."""
+        return sum(not self._users(*each) for each in _names(self._layout.keys))
 
     async def list_all(self, request: Empty) -> api.KeysReply:
         """Return every key by name."""
@@ -162,11 +221,27 @@ def _write(keys: Path, namespace: str, name: str, value: bytes) -> None:
     remove_temporaries(directory)
     path = resolve_inside(keys, f"{namespace}/{name}")
     if not atomic_create(path, value, mode=0o600):
-        raise AlreadyExists(
-            f"there is a key {namespace}/{name}",
-            resource=f"key {namespace}/{name}",
-            hint="a name is used once: take another",
-        )
+        raise _taken(namespace, name)
+
+
+def _taken(namespace: str, name: str) -> AlreadyExists:
+    return AlreadyExists(
+        f"there is a key {namespace}/{name}",
+        resource=f"key {namespace}/{name}",
+        hint="a name is used once: take another",
+    )
+
+
+def _wish(verb: str, request: api.PutKey | api.DeleteKey) -> Wish:
+    return Wish(
+        verb=verb,
+        kind="Key",
+        namespace=request.namespace,
+        name=request.name,
+        requester=request.requester,
+        reason=request.reason,
+        idempotency_key=request.idempotency_key,
+    )
 
 
 def _remove(keys: Path, namespace: str, name: str) -> None:

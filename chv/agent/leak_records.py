@@ -81,6 +81,10 @@ class LeakRecords:
             return objects[owner]
         return next((each for each in objects.values() if short_uid(each.uid) == owner), None)
 
+    async def begin_step(self, operation_id: str, name: str) -> None:
+        """Journal what is about to be done to a leak."""
+        await self._context.operations.begin_step(operation_id, name)
+
     def forget_stranger(self, worker_id: str) -> None:
         """A VMM that nobody recorded has ended: its VM may be started."""
         short = worker_id.split(":")[3]

@@ -19,7 +19,6 @@ from chv.agent.context import Context
 from chv.agent.keys import exists
 from chv.agent.network.exposure_check import check_exposures
 from chv.agent.network.reconciler import topology
-from chv.agent.node_record import NODE_UID
 from chv.agent.records import (
     PutObject,
     PutOperation,
@@ -29,17 +28,15 @@ from chv.agent.records import (
 from chv.agent.snapshot.saving import refuse_unable
 from chv.agent.strategies import keep_stopped, silent
 from chv.agent.tables import Tables
-from chv.agent.verbs import acted, started
+from chv.agent.verbs import acted, before_start, started
 from chv.agent.vm.desired import vm_of
 from chv.agent.vm.restoring import asked, find_snapshot, require_restorable, restores, saved_of
 from chv.agent.volume import together
-from chv.agent.volume.verbs import cancelled, requested, under_way, with_request
+from chv.agent.volume.verbs import requested, under_way, with_request
 from chv.common.errors import (
     ChvError,
     Conflict,
-    FailedPrecondition,
     InvalidArgument,
-    NotFound,
     ResourceExhausted,
 )
 from chv.common.wire import agent as api
@@ -70,14 +67,15 @@ class Mutations:
 
     # --- apply
 
-    async def apply(self, request: api.Apply) -> api.ApplyReply:
-        """Check all objects, then store all."""
+    async def apply(self, request: api.Apply, digest: str = "") -> api.ApplyReply:
+        """Check all objects, then store all. `digest`: of what was asked for, if not of this."""
         parsed = [parse(raw) for raw in request.objects]
         unsaid = silent(parsed, request.objects)
         resources = ordered(parsed)
         tables, gate = self._context.ledger.tables, self._context.world.gate
         check_verbs(gate, tables, keep_stopped(tables, resources, unsaid))
-        digest = idempotency.digest("apply", *map(encode, resources))
+        key = "" if request.dry_run else request.idempotency_key
+        digest = digest or idempotency.digest("apply", *map(encode, resources))
         await self._check_networks(resources)
         await check_exposures(self._context, resources)
         await self._check_user_data(resources)
@@ -85,7 +83,7 @@ class Mutations:
         self._check_saves(resources)
         ledger = self._context.ledger
         async with ledger.writing():
-            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
+            known = await idempotency.recorded(ledger, key, digest)
             if known is not None:
                 return msgspec.json.decode(known.reply, type=api.ApplyReply)
             meant = keep_stopped(ledger.tables, resources, unsaid)
@@ -96,7 +94,7 @@ class Mutations:
             reply = api.ApplyReply(results=list(admitted.results))
             if request.dry_run:
                 return _dry(reply)
-            remembered = idempotency.remembered(request.idempotency_key, digest, reply)
+            remembered = idempotency.remembered(key, digest, reply)
             if admitted.changes or remembered:
                 await ledger.commit_held(*admitted.changes, *remembered)
         self._start(admitted)
@@ -185,8 +183,11 @@ class Mutations:
     async def delete(self, request: api.DeleteObject) -> api.OperationReply:
         """Mark an object for deletion."""
         self._context.world.gate.check("delete")
-        ledger = self._context.ledger
+        ledger, digest = self._context.ledger, idempotency.digest_of("delete", request)
         async with ledger.writing() as tables:
+            known = await idempotency.recorded(ledger, request.idempotency_key, digest)
+            if known is not None:
+                return await self._replayed(known)
             stored = queries.require(self._context, request.kind, request.namespace, request.name)
             if request.uid and request.uid != stored.uid:
                 raise Conflict(
@@ -195,7 +196,7 @@ class Mutations:
                 )
             current = tables.active_operation(stored.uid)
             if stored.deleting and current is not None:
-                return api.OperationReply(operation=current, joined=True)
+                return await self._join(current, request.idempotency_key, digest)
             check_delete(tables, stored)
             marked = stored
             if not stored.deleting:
@@ -204,12 +205,15 @@ class Mutations:
             operation = self._context.operations.new(
                 "delete", marked, request.requester, request.reason
             )
+            reply = api.OperationReply(operation=operation)
             await ledger.commit_held(
-                PutObject(object=marked), *self._context.operations.superseding(operation)
+                PutObject(object=marked),
+                *self._context.operations.superseding(operation),
+                *idempotency.remembered(request.idempotency_key, digest, reply),
             )
         self._workers.ensure(marked)
         self._context.wake_referrers(marked)
-        return api.OperationReply(operation=operation)
+        return reply
 
     # --- verbs
 
@@ -237,10 +241,12 @@ class Mutations:
             self._context.budget.refuse_verb(tables, after, request.verb)
             current = tables.active_operation(stored.uid)
             if current is not None and self._same(current, request, stored, after):
-                return api.OperationReply(operation=current, joined=True)
+                return await self._join(current, request.idempotency_key, digest)
             after = self._versioned(stored, after)
             generation = after.resource.metadata.generation
             operation = _replace(operation, generation=generation)
+            if request.verb is api.VmVerb.START:
+                operation = _replace(operation, request=before_start(stored))
             reply = api.OperationReply(operation=operation)
             await ledger.commit_held(
                 PutObject(object=after),
@@ -299,6 +305,14 @@ class Mutations:
         )
         return _replace(after, resource=_replace(after.resource, metadata=metadata))
 
+    async def _join(self, current: Operation, key: str, digest: str) -> api.OperationReply:
+        """Answer with the one under way, also once it has ended; the caller holds `writing`."""
+        reply = api.OperationReply(operation=current, joined=True)
+        remembered = idempotency.remembered(key, digest, reply)
+        if remembered:
+            await self._context.ledger.commit_held(*remembered)
+        return reply
+
     async def _replayed(self, known: RequestRow) -> api.OperationReply:
         """Answer a repeated request with the operation as it is by now."""
         reply = msgspec.json.decode(known.reply, type=api.OperationReply)
@@ -323,7 +337,8 @@ class Mutations:
             wanted = requested(tables, stored, request, operation.id)
             joined = under_way(stored, wanted)
             if joined:
-                return api.OperationReply(operation=tables.operations[joined], joined=True)
+                current = tables.operations[joined]
+                return await self._join(current, request.idempotency_key, digest)
             await self.refuse_when_short()
             reply = api.OperationReply(operation=operation)
             await ledger.commit_held(
@@ -349,7 +364,8 @@ class Mutations:
             wanted = together.requested(tables, vm, request, operation.id)
             joined = together.under_way(tables, wanted)
             if joined:
-                return api.OperationReply(operation=tables.operations[joined], joined=True)
+                current = tables.operations[joined]
+                return await self._join(current, request.idempotency_key, digest)
             await self.refuse_when_short()
             reply = api.OperationReply(operation=operation)
             volumes = [tables.objects[uid] for uid in wanted]
@@ -361,29 +377,6 @@ class Mutations:
         for volume in volumes:
             self._workers.ensure(volume)
         return reply
-
-    async def cancel(self, request: api.CancelOperation) -> api.OperationReply:
-        """Ask for the end of an operation; that it has ended is seen on it."""
-        self._context.world.gate.check("cancel")
-        ledger = self._context.ledger
-        async with ledger.writing() as tables:
-            operation = await ledger.operation(request.operation_id)
-            if operation is None:
-                raise NotFound(f"there is no operation {request.operation_id!r}")
-            if operation.uid == NODE_UID:
-                raise FailedPrecondition(
-                    "it is of the node", resource=operation.id, hint="chv node drain --cancel"
-                )
-            if operation.state is api.OperationState.CANCELLED:
-                return api.OperationReply(operation=operation, joined=True)
-            words = f"is being cancelled by {request.requester}"
-            if request.reason:
-                words += f": {request.reason}"
-            noted = _replace(operation, message=words)
-            change = cancelled(tables, operation)
-            await ledger.commit_held(change, PutOperation(operation=noted))
-        self._context.wake(change.uid)
-        return api.OperationReply(operation=noted)
 
 
 def _dry(reply: api.ApplyReply) -> api.ApplyReply:

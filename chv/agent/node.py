@@ -188,10 +188,14 @@ class Node:
         taken_back = event in (_E.RESUME, _E.DRAIN_CANCELLED) and self.state not in _STANDING
         return event in TABLE[self.state] or (taken_back and on_its_way)
 
-    def reset(self) -> None:
-        """Leave Failed on an operator's word."""
+    def refuse_reset(self) -> None:
+        """Raise FailedPrecondition where there is nothing to be reset."""
         if self.state is not NodeState.FAILED:
             raise FailedPrecondition(f"the node is {self.state}, only Failed can be reset")
+
+    def reset(self) -> None:
+        """Leave Failed on an operator's word."""
+        self.refuse_reset()
         self._step(NodeEvent.RESET, "operator's reset")
         self._climb()
         self._obey()

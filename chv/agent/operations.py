@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from chv.agent.ledger import Ledger
+from chv.agent.progress import ProgressBook
 from chv.agent.records import FINAL_STATES, Change, PutOperation, PutStep, StoredObject
 from chv.common.clock import Clock, timestamp
 from chv.common.errors import ChvError, Conflict, ErrorData
@@ -29,6 +30,7 @@ class Operations:
         self._ledger = ledger
         self._clock = clock
         self._ids = ids
+        self.progress = ProgressBook()
 
     def new(self, verb: str, stored: StoredObject, requester: str, reason: str = "") -> Operation:
         """Return a new operation on an object; the caller stores it."""
@@ -62,8 +64,16 @@ class Operations:
         error: ErrorData | None = None,
     ) -> list[Change]:
         """Return the changes that end an operation."""
-        ended = _replace(operation, state=state, message=message, error=error, ended_at=self.now())
-        outcome = "done" if state is OperationState.SUCCEEDED else "failed"
+        succeeded = state is OperationState.SUCCEEDED
+        ended = _replace(
+            operation,
+            state=state,
+            message=message,
+            error=error,
+            ended_at=self.now(),
+            progress=self.progress.last(operation.id, succeeded=succeeded),
+        )
+        outcome = "done" if succeeded else "failed"
         return [*self._step_end(operation, outcome, ""), PutOperation(operation=ended)]
 
     def ending_open(

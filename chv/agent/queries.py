@@ -8,13 +8,20 @@ import msgspec
 
 from chv.agent.conditions import holds
 from chv.agent.context import Context, phase_of
+from chv.agent.operation_filter import OperationFilter
 from chv.agent.records import FINAL_STATES, StoredObject
 from chv.agent.vm.desired import facts_of, nic_id, wants_to_run
 from chv.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
 from chv.common.wire.manifest import encode
-from chv.common.wire.resources import CONDITIONS, PHASES, VM_CONDITIONS, VirtualMachine
+from chv.common.wire.resources import (
+    CONDITIONS,
+    PHASES,
+    VM_CONDITIONS,
+    Resource,
+    VirtualMachine,
+)
 
 NEEDS_A_VMM = frozenset(VM_CONDITIONS) - {"Paused", "StorageLost"}
 
@@ -38,8 +45,25 @@ def require(context: Context, kind: str, namespace: str, name: str) -> StoredObj
 
 
 def reply(context: Context, stored: StoredObject) -> api.ObjectReply:
-    """Return the object as JSON with the age of what it says."""
-    return api.ObjectReply(object=_encoded(context, stored), age_s=age_s(context, stored))
+    """Return the object as JSON with the age of what it says, and of each of its conditions."""
+    shown = msgspec.Raw(encode(_probed(context, stored)))
+    return api.ObjectReply(object=shown, age_s=age_s(context, stored))
+
+
+def _probed(context: Context, stored: StoredObject) -> Resource:
+    """Return the object with the moments when its evidence was seen last, also if it was as before.
+
+    A list has those of the last change: there the age of the object tells how old it is.
+    """
+    resource, probed = stored.resource, context.probed.get(stored.uid)
+    if resource.status is None or not probed:
+        return resource
+    conditions = [
+        msgspec.structs.replace(each, last_probe_time=probed.get(each.type, each.last_probe_time))
+        for each in resource.status.conditions
+    ]
+    status = msgspec.structs.replace(resource.status, conditions=conditions)
+    return msgspec.structs.replace(resource, status=status)
 
 
 def _encoded(context: Context, stored: StoredObject) -> msgspec.Raw:
@@ -59,8 +83,8 @@ def listing(context: Context, kind: str, namespace: str) -> api.ListReply:
         if not namespace or stored.resource.metadata.namespace == namespace
     ]
     items = [_encoded(context, stored) for stored in found]
-    age = max((age_s(context, stored) for stored in found), default=0.0)
-    return api.ListReply(items=items, age_s=age)
+    ages = [age_s(context, stored) for stored in found]
+    return api.ListReply(items=items, age_s=max(ages, default=0.0), ages_s=ages)
 
 
 def age_s(context: Context, stored: StoredObject) -> float:
@@ -72,10 +96,11 @@ def age_s(context: Context, stored: StoredObject) -> float:
 def active_operations(context: Context, request: api.ListOperations) -> list[Operation]:
     """Return the operations under way, newest first, without steps."""
     wanted = (request.kind, request.namespace, request.name)
+    others = OperationFilter(request.verb, tuple(request.states), request.since)
     tables = context.ledger.tables
     found = []
     for operation in reversed(tables.operations.values()):
-        if operation.state in FINAL_STATES:
+        if operation.state in FINAL_STATES or not others.takes(operation):
             continue
         target = (operation.kind, operation.namespace, operation.name)
         if all(not want or want == have for want, have in zip(wanted, target, strict=True)):

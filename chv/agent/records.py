@@ -13,9 +13,13 @@ from typing import Protocol
 import msgspec
 
 from chv.agent.generations import DELETED_MAX, Author, HistoryStore, PutGeneration
+from chv.agent.moments import Moment
 from chv.agent.node_record import NodeRecord, PutNode
+from chv.agent.operation_filter import EVERY, OperationFilter
 from chv.agent.ports import VmmSelection
 from chv.agent.rebuild_record import Rebuild
+from chv.agent.side_verbs import CHORE_VERBS
+from chv.agent.upstream.records import Assignment, DropReports, PutAssignment, PutReport
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState, OperationStep, VolumeVerb
 from chv.common.wire.resources import (
@@ -32,6 +36,7 @@ from chv.common.wire.resources import (
     VolumeStatus,
 )
 from chv.common.wire.types import FrozenMeta
+from chv.common.wire.upstream import Report
 from chv.vmm.driver import VmmConfig
 
 Status = (
@@ -106,6 +111,8 @@ class VmFacts(Record):
     host_key: str = ""
     last_stop: str = ""
     restarts: int = 0
+    crashes: tuple[Moment, ...] = ()  # within the restart window, oldest first
+    backoff_s: float = 0.0  # from the last of them until it may start again
 
 
 class BackupPart(Record):
@@ -244,6 +251,7 @@ class EndKind(StrEnum):
     RESTORE = "restore"  # asked for: the VM is to go on from a snapshot
     REBUILD = "rebuild"  # asked for: the VM gets another root disk
     RESTORE_FAILED = "restore-failed"
+    HOST_REBOOT = "host-reboot"  # the host booted meanwhile; nothing else is known
 
 
 class Ending(Record):
@@ -252,6 +260,8 @@ class Ending(Record):
     kind: EndKind
     reason: str = ""
     rung: str = ""  # which rung of the stop ladder worked
+    since: Moment | None = None  # from when on its deadline runs
+    tried: str = ""  # the rung that was begun last
 
 
 class WorkerRow(Record):
@@ -269,6 +279,7 @@ class WorkerRow(Record):
     spec: VirtualMachineSpec | None = None  # that it was started from
     frozen: bool = False  # the guest may be frozen: it is to be thawed before all else
     storage_resets: int = 0  # after a loss of its storage daemon
+    boot_id: str = ""  # of the host, when the intent was recorded
 
 
 class StoredObject(Record):
@@ -408,6 +419,9 @@ Change = (
     | PutRequest
     | PutGeneration
     | PutNode
+    | PutAssignment
+    | PutReport
+    | DropReports
     | Prune
 )
 
@@ -420,6 +434,9 @@ class Snapshot(Record):
     workers: tuple[WorkerRow, ...] = ()
     operations: tuple[Operation, ...] = ()  # active ones, with their steps
     node: NodeRecord = NodeRecord()
+    assignments: tuple[Assignment, ...] = ()
+    outbox: tuple[Report, ...] = ()  # reports to the control plane that wait
+    outbox_seq: int = 0  # the last number that a report was given
 
 
 class AgentStore(HistoryStore, Protocol):
@@ -438,7 +455,13 @@ class AgentStore(HistoryStore, Protocol):
         ...
 
     async def operations(
-        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
+        self,
+        *,
+        kind: str = "",
+        namespace: str = "",
+        name: str = "",
+        limit: int,
+        others: OperationFilter = EVERY,
     ) -> list[Operation]:
         """Return operations without steps, newest first."""
         ...
@@ -464,6 +487,8 @@ def all_facts(stored: StoredObject) -> Facts | None:
 
 def is_side(operation: Operation) -> bool:
     """Tell whether an operation runs beside the one that makes its object as wanted."""
+    if operation.verb in CHORE_VERBS:
+        return True
     if operation.kind == "VirtualMachine":
         return operation.verb == VolumeVerb.BACKUP.value
     return operation.kind == "Volume" and operation.verb in SIDE_VERBS

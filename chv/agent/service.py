@@ -13,6 +13,7 @@ import msgspec
 
 from chv import VERSION
 from chv.agent import log_reader
+from chv.agent.chores import Came, Task, Tell, Way, Wish
 from chv.agent.console.recording import FILE_NAME
 from chv.agent.daemons import Daemons
 from chv.agent.engine import Engine
@@ -20,10 +21,11 @@ from chv.agent.history_api import HistoryApi
 from chv.agent.image.callers import path_refused, refuse_paths
 from chv.agent.network.watching import Watching
 from chv.agent.node import Node
-from chv.agent.node_record import Hold
-from chv.agent.ports import OnProgress
+from chv.agent.node_record import NODE_UID, Hold
+from chv.agent.node_waiting import NodeWaiting
 from chv.agent.probes import Probes
 from chv.agent.seeds import Seeds
+from chv.agent.side_verbs import RESET_NODE
 from chv.agent.vmms import Vmms
 from chv.common.clock import boot_id
 from chv.common.config import Config
@@ -31,6 +33,7 @@ from chv.common.errors import FailedPrecondition, InvalidArgument
 from chv.common.layout import Layout
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import agent as api
+from chv.common.wire.agent import Operation
 from chv.common.wire.agent_clone import CLONE_VM
 from chv.common.wire.agent_node import ACT_ON_NODE, ActOnNode, NodeHold, NodeVerbReply
 from chv.common.wire.agent_rebuild import REBUILD_VM
@@ -96,6 +99,7 @@ class Service:
         server.add(api.OPEN_UPLOAD, self.open_upload)
         server.add(api.FINISH_UPLOAD, self.finish_upload)
         server.add(api.COLLECT_IMAGES, engine.collect_images)
+        engine.chores.teach(RESET_NODE, Way(self._reset))
         server.add(api.ACT_ON_VOLUME, engine.act_on_volume)
         server.add(api.BACK_UP_VM, engine.back_up_vm)
         server.add(CLONE_VM, engine.clone)
@@ -106,8 +110,12 @@ class Service:
         server.add(api.LIST_KEYS, engine.keys.list_all)
         server.add(api.GET_STORAGE_METRICS, self.storage_metrics)
         server.add(api.LIST_JOBS, self.storage_jobs)
+        NodeWaiting(self._parts.node, self._is_paused).register(server)
         HistoryApi(engine.history, engine.why).register(server)
         Watching(self._parts.daemons.link("nwd"), engine.directory).register(server)
+
+    def _is_paused(self) -> bool:
+        return self._engine.node.record.paused is not None
 
     async def get_object(self, request: api.ObjectRef) -> api.ObjectReply:
         """One object, from memory."""
@@ -161,11 +169,25 @@ class Service:
             )
         return found
 
-    async def reset_node(self, request: Empty) -> Done:
+    async def reset_node(self, request: api.ResetNode) -> api.OperationReply:
         """Leave Failed; daemons that were given up on get another chance."""
-        self._parts.node.reset()
-        self._parts.daemons.reset()
-        return Done()
+        wish = Wish(
+            verb=RESET_NODE,
+            kind="Node",
+            name=NODE_UID,
+            requester=request.requester,
+            reason=request.reason,
+            idempotency_key=request.idempotency_key,
+        )
+        chores = self._engine.chores
+        operation, joined = await chores.begin(wish, check=self._parts.node.refuse_reset)
+        return api.OperationReply(operation=await chores.outcome(operation.id), joined=joined)
+
+    async def _reset(self, task: Task) -> Came:
+        if not task.again:  # a new agent has left Failed by itself
+            self._parts.node.reset()
+            self._parts.daemons.reset()
+        return Came("the node begins anew")
 
     async def act_on_node(self, request: ActOnNode) -> NodeVerbReply:
         """Drain, maintenance, resume, pause and resume scheduling."""
@@ -256,7 +278,7 @@ class Service:
         self, request: api.FetchImage, context: CallContext
     ) -> api.ImportImageReply:
         """Import by URL, telling progress."""
-        return await self._engine.fetch_image(request, _teller(context, "downloading"))
+        return await self._engine.import_image(request, _teller(context, "downloading"))
 
     async def open_upload(self, request: api.OpenUpload) -> WithFds[api.UploadReply]:
         """Hand out the end of a pipe."""
@@ -267,8 +289,7 @@ class Service:
         self, request: api.FinishUpload, context: CallContext
     ) -> api.ImportImageReply:
         """Take what was sent."""
-        await _teller(context, "verifying")(0, request.size_bytes)
-        return await self._engine.finish_upload(request)
+        return await self._engine.import_image(request, _teller(context, "verifying"))
 
 
 def _hold(hold: Hold | None) -> NodeHold | None:
@@ -291,11 +312,18 @@ def _scheduling(paused: Hold | None) -> list[api.NodeCondition]:
     ]
 
 
-def _teller(context: CallContext, step: str) -> OnProgress:
-    async def on_progress(done: int, total: int) -> None:
-        await context.emit(api.Progress(step=step, done=done, total=total))
+def _teller(context: CallContext, step: str) -> Tell:
+    async def tell(operation: Operation) -> None:
+        known, queue = operation.progress, operation.queue
+        event = api.Progress(
+            step=step if queue is None else f"waiting, position {queue.position}",
+            operation_id=operation.id,
+            done=known.done if known is not None else 0,
+            total=known.total if known is not None else 0,
+        )
+        await context.emit(event)
 
-    return on_progress
+    return tell
 
 
 def hello(layout: Layout, state: str, protocol: int = PROTOCOL_VERSIONS[-1]) -> HelloReply:

@@ -6,6 +6,7 @@ import anyio.lowlevel
 import msgspec
 
 from chv.agent.generations import Generation, GenerationRow
+from chv.agent.operation_filter import EVERY, OperationFilter
 from chv.agent.records import Change, RequestRow, Snapshot
 from chv.agent.tables import Tables
 from chv.common.wire.agent import Operation
@@ -32,7 +33,13 @@ class MemoryStore:
         return self.tables.operations.get(operation_id)
 
     async def operations(
-        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
+        self,
+        *,
+        kind: str = "",
+        namespace: str = "",
+        name: str = "",
+        limit: int,
+        others: OperationFilter = EVERY,
     ) -> list[Operation]:
         """Return operations without steps, newest first."""
         wanted = (kind, namespace, name)
@@ -40,6 +47,7 @@ class MemoryStore:
             msgspec.structs.replace(operation, steps=[])
             for operation in reversed(self.tables.operations.values())
             if all(not w or w == h for w, h in zip(wanted, _target(operation), strict=True))
+            and others.takes(operation)
         ]
         return found[:limit]
 

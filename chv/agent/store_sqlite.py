@@ -17,6 +17,7 @@ import msgspec
 from chv.agent import generation_sql
 from chv.agent.generations import Generation, GenerationRow, PutGeneration
 from chv.agent.node_record import NodeRecord, PutNode
+from chv.agent.operation_filter import EVERY, OperationFilter
 from chv.agent.records import (
     FACTS_TYPES,
     FINAL_STATES,
@@ -44,6 +45,9 @@ from chv.agent.records import (
     with_facts,
     with_status,
 )
+from chv.agent.tables import TOMBSTONES_MAX
+from chv.agent.upstream import sql as upstream_sql
+from chv.agent.upstream.records import DropReports, PutAssignment, PutReport
 from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
 from chv.common.files import free_bytes
 from chv.common.store import Connection, Row, Store
@@ -83,6 +87,7 @@ MIGRATIONS = (
         """CREATE TABLE node (
             one INTEGER PRIMARY KEY CHECK (one = 1), body TEXT NOT NULL) STRICT""",
     ),
+    upstream_sql.MIGRATION,
 )
 
 
@@ -110,13 +115,23 @@ class SqliteStore:
         return await self._store.read(lambda db: _operation(db, operation_id))
 
     async def operations(
-        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
+        self,
+        *,
+        kind: str = "",
+        namespace: str = "",
+        name: str = "",
+        limit: int,
+        others: OperationFilter = EVERY,
     ) -> list[Operation]:
         """Return operations without steps, newest first."""
         query = """SELECT body FROM operations WHERE (?1 = '' OR kind = ?1)
             AND (?2 = '' OR namespace = ?2) AND (?3 = '' OR name = ?3)
+            AND (?5 = '' OR json_extract(body, '$.verb') = ?5)
+            AND (?6 = '[]' OR json_extract(body, '$.state') IN (SELECT value FROM json_each(?6)))
+            AND (?7 = '' OR json_extract(body, '$.created_at') >= ?7)
             ORDER BY seq DESC LIMIT ?4"""
-        values = (kind, namespace, name, limit)
+        states = _encode(others.states)
+        values = (kind, namespace, name, limit, others.verb, states, others.since)
         rows = await self._store.read(lambda db: db.execute(query, values).fetchall())
         return [_decode(row["body"], Operation) for row in rows]
 
@@ -171,6 +186,7 @@ def _load(db: Connection) -> Snapshot:
     ).fetchone()[0]
     active = db.execute("SELECT id FROM operations WHERE final = 0 ORDER BY seq").fetchall()
     operations = (_operation(db, row["id"]) for row in active)
+    outbox, outbox_seq = upstream_sql.outbox(db)
     return Snapshot(
         revision=revision,
         objects=tuple(map(_object, db.execute("SELECT * FROM objects ORDER BY rowid"))),
@@ -179,6 +195,9 @@ def _load(db: Connection) -> Snapshot:
         ),
         operations=tuple(operation for operation in operations if operation is not None),
         node=_node(db),
+        assignments=upstream_sql.assignments(db),
+        outbox=outbox,
+        outbox_seq=outbox_seq,
     )
 
 
@@ -233,6 +252,12 @@ def _apply(db: Connection, change: Change) -> None:
             generation_sql.put(db, generation)
         case PutNode(record=record):
             db.execute("INSERT OR REPLACE INTO node (one, body) VALUES (1, ?)", (_encode(record),))
+        case PutAssignment(assignment=assignment):
+            upstream_sql.assign(db, assignment)
+        case PutReport(report=report):
+            upstream_sql.put(db, report)
+        case DropReports(seqs=seqs):
+            upstream_sql.drop(db, seqs)
         case Prune():
             _prune(db, change)
         case _:
@@ -309,6 +334,7 @@ def _remove_object(db: Connection, tombstone: Tombstone) -> None:
         (tombstone.uid, tombstone.revision, _encode(tombstone)),
     )
     generation_sql.removed(db, tombstone.uid)
+    upstream_sql.removed(db, tombstone.uid)
 
 
 def _put_worker(db: Connection, row: WorkerRow) -> None:
@@ -365,5 +391,10 @@ def _prune(db: Connection, change: Prune) -> None:
         """DELETE FROM requests WHERE seq NOT IN
            (SELECT seq FROM requests ORDER BY seq DESC LIMIT ?)""",
         (change.requests_max,),
+    )
+    db.execute(
+        """DELETE FROM tombstones WHERE revision <=
+           (SELECT revision FROM tombstones ORDER BY revision DESC LIMIT 1 OFFSET ?)""",
+        (TOMBSTONES_MAX,),
     )
     generation_sql.prune(db, change.histories_max)

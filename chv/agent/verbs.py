@@ -11,9 +11,10 @@ from __future__ import annotations
 import msgspec
 
 from chv.agent.records import StoredObject, VmFacts, WorkerRow
+from chv.agent.vm.crashes import forgiven
 from chv.agent.vm.desired import facts_of, vm_of
 from chv.common.errors import Conflict, FailedPrecondition
-from chv.common.wire.agent import ActOnVm, VmVerb
+from chv.common.wire.agent import ActOnVm, Operation, VmVerb
 from chv.common.wire.resources import RunStrategy
 
 _replace = msgspec.structs.replace
@@ -57,8 +58,7 @@ def acted(
 def started(stored: StoredObject) -> StoredObject:
     """Return the VM with the wish that it runs."""
     facts = _replace(
-        facts_of(stored),
-        given_up="",
+        forgiven(facts_of(stored)),
         started=True,
         stop_reason="",
         force_stop=False,
@@ -70,14 +70,36 @@ def started(stored: StoredObject) -> StoredObject:
     return _with(stored, strategy, facts)
 
 
+def before_start(stored: StoredObject) -> dict[str, str | int | bool | None]:
+    """Return what a start changes, to be recorded with its operation."""
+    facts = facts_of(stored)
+    return {
+        "runStrategy": vm_of(stored).spec.run_strategy.value,
+        "started": facts.started,
+        "given_up": facts.given_up,
+        "stop_reason": facts.stop_reason,
+    }
+
+
+def as_before_start(stored: StoredObject, operation: Operation) -> StoredObject:
+    """Return the VM as a start has found it."""
+    known = operation.request
+    facts = _replace(
+        facts_of(stored),
+        started=bool(known["started"]),
+        given_up=str(known["given_up"]),
+        stop_reason=str(known["stop_reason"]),
+    )
+    return _with(stored, RunStrategy(str(known["runStrategy"])), facts)
+
+
 def _stop(stored: StoredObject, request: ActOnVm) -> StoredObject:
     facts, strategy = facts_of(stored), vm_of(stored).spec.run_strategy
     last = facts.last_strategy if strategy is RunStrategy.HALTED else strategy
     facts = _replace(
-        facts,
+        forgiven(facts),
         last_strategy=last,
         started=False,
-        given_up="",
         replace_worker="",
         reset_request="",
         storage_request="",

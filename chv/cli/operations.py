@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from chv.cli.output import note
 from chv.common.errors import DeadlineExceeded, Internal, InvalidArgument, from_data
+from chv.common.quantity import format_bytes
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire.agent import (
     GET_OPERATION,
@@ -49,22 +52,63 @@ def wait(client: BlockingClient, operation_id: str, timeout_s: float) -> Operati
 
 
 def final(client: BlockingClient, operation_id: str, timeout_s: float) -> Operation:
-    """Return the operation once it has ended, however; its message is shown meanwhile."""
+    """Return the operation once it has ended, however; how far it is is shown meanwhile.
+
+    Interrupted, it says that the operation goes on.
+    """
     deadline = time.monotonic() + timeout_s
     line = ProgressLine()
     try:
-        while True:
-            rest_s = max(0.01, deadline - time.monotonic())
-            slice_s = min(rest_s, PROGRESS_S) if line.shown_to_a_person else rest_s
-            request = WaitOperation(operation_id=operation_id, timeout_s=slice_s)
-            try:
-                return client.call(WAIT_OPERATION, request, timeout_s=slice_s + 5).operation
-            except DeadlineExceeded as error:
-                if time.monotonic() >= deadline:
-                    raise _late(client, operation_id, timeout_s) from error
-            line.show(client.call(GET_OPERATION, OperationRef(operation_id=operation_id)))
+        with going_on(lambda: operation_id):
+            return _until_final(client, operation_id, deadline, line)
     finally:
         line.clear()
+
+
+def _until_final(
+    client: BlockingClient, operation_id: str, deadline: float, line: ProgressLine
+) -> Operation:
+    began = time.monotonic()
+    while True:
+        rest_s = max(0.01, deadline - time.monotonic())
+        slice_s = min(rest_s, PROGRESS_S) if line.shown_to_a_person else rest_s
+        request = WaitOperation(operation_id=operation_id, timeout_s=slice_s)
+        try:
+            return client.call(WAIT_OPERATION, request, timeout_s=slice_s + 5).operation
+        except DeadlineExceeded as error:
+            if time.monotonic() >= deadline:
+                raise _late(client, operation_id, deadline - began) from error
+        line.show(client.call(GET_OPERATION, OperationRef(operation_id=operation_id)))
+
+
+@contextmanager
+def going_on(operation_id: Callable[[], str]) -> Iterator[None]:
+    """Say on an interruption that the operation, where there is one by then, goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if known := operation_id():
+            note(f"\n{known} goes on; `chv ops cancel {known}` asks for its end")
+        raise
+
+
+def how_far(operation: Operation) -> str:
+    """Return how far an operation is and what it waits for: `40%`, `queue 2`; '' if not known."""
+    words = []
+    if operation.queue is not None:
+        words.append(f"queue {operation.queue.position}, for {operation.queue.waits_for}")
+    known = operation.progress
+    if known is not None and known.unit != "bytes":
+        words.append(f"{known.done} of {known.total} {known.unit}")
+    elif known is not None:
+        words.append(_bytes(known.done, known.total))
+    return "; ".join(words)
+
+
+def _bytes(done: int, total: int) -> str:
+    if not total:
+        return f"{done >> 20} MiB"
+    return f"{100 * done // total}% of {format_bytes(total)}"
 
 
 def _late(client: BlockingClient, operation_id: str, timeout_s: float) -> DeadlineExceeded:
@@ -87,7 +131,9 @@ class ProgressLine:
     def show(self, reply: OperationReply) -> None:
         """Show how far an operation is."""
         operation = reply.operation
-        text = f"{operation.verb} {operation.message or operation.state.lower()}"[:LINE_MAX]
+        said = operation.message or operation.state.lower()
+        far = how_far(operation)
+        text = f"{operation.verb} {far + ': ' if far else ''}{said}"[:LINE_MAX]
         sys.stderr.write("\r" + text.ljust(self._width))
         sys.stderr.flush()
         self._width = len(text)

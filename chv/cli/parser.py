@@ -10,6 +10,7 @@ from chv.cli.parser_console import add_console
 from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
 from chv.cli.parser_node import add_node
+from chv.cli.parser_operations import add_operations
 from chv.cli.parser_rebuild import add_rebuild
 from chv.cli.parser_storage import add_storage
 from chv.cli.parser_upkeep import add_upkeep
@@ -31,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_rebuild(commands, _add)
     _guest(commands)
     add_console(commands, _add)
-    _operations(commands)
+    add_operations(commands, _add)
     add_history(commands, _add)
     _images(commands)
     add_storage(commands, _add)
@@ -136,7 +137,7 @@ def _verbs(commands: Sub[argparse.ArgumentParser]) -> None:
     _reason(restore)
     _waiting(restore)
     wait = _add(commands, "wait", "vm:wait", "Wait for a condition, a phase or a deletion.")
-    wait.add_argument("object", help="KIND/NAME, for instance vm/hello")
+    wait.add_argument("object", help="KIND/NAME, for instance vm/hello; or node")
     wait.add_argument(
         "--for",
         dest="condition",
@@ -157,25 +158,6 @@ def _guest(commands: Sub[argparse.ArgumentParser]) -> None:
     ssh.add_argument("command", nargs="*", help="after --, passed as it is")
 
 
-def _operations(commands: Sub[argparse.ArgumentParser]) -> None:
-    ops = _add(commands, "ops", "ops:ls", "Operations: who did what, and how it went.")
-    actions = ops.add_subparsers(metavar="ACTION")
-    listing = _add(actions, "ls", "ops:ls", "List operations, newest first.")
-    for parser in (ops, listing):
-        parser.add_argument("--active", action="store_true", help="only those not finished")
-        parser.add_argument("--limit", type=int, default=50)
-        _output(parser)
-    show = _add(actions, "show", "ops:show", "Show one operation with its steps.")
-    show.add_argument("id")
-    _output(show)
-    cancel = _add(
-        actions, "cancel", "ops:cancel", "End a backup, check, move or snapshot deletion early."
-    )
-    cancel.add_argument("id")
-    _reason(cancel)
-    _waiting(cancel)
-
-
 def _images(commands: Sub[argparse.ArgumentParser]) -> None:
     image = commands.add_parser("image", help="Images: build, import, list, remove, collect.")
     actions = image.add_subparsers(metavar="ACTION", required=True)
@@ -183,6 +165,7 @@ def _images(commands: Sub[argparse.ArgumentParser]) -> None:
     build.add_argument("builtin", nargs="?", default="tiny", choices=["tiny", "probe"])
     build.add_argument("--name", default="")
     _namespace(build)
+    _reason(build)
     imported = _add(actions, "import", "image:import_", "Import a file or a URL as an image.")
     imported.add_argument(
         "source",
@@ -194,6 +177,7 @@ def _images(commands: Sub[argparse.ArgumentParser]) -> None:
     imported.add_argument("--format", choices=["raw", "qcow2"], default="raw")
     imported.add_argument("--sha256", default="", help="refuse the file if it differs")
     _namespace(imported)
+    _reason(imported)
     listing = _add(actions, "ls", "image:ls", "List images.")
     listing.add_argument("-A", "--all-namespaces", action="store_true")
     _namespace(listing)
@@ -201,10 +185,12 @@ def _images(commands: Sub[argparse.ArgumentParser]) -> None:
     remove = _add(actions, "rm", "image:rm", "Remove an image.")
     remove.add_argument("name")
     _namespace(remove)
+    _reason(remove)
     collect = _add(
         actions, "gc", "image:gc", "Remove stored files that no image has, and old partial ones."
     )
     collect.add_argument("--dry-run", action="store_true", help="only show what would go")
+    _reason(collect)
 
 
 def _node(commands: Sub[argparse.ArgumentParser]) -> None:

@@ -45,4 +45,5 @@ def add_node(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
         parser.add_argument("--reason", default="", help="recorded, and shown by `node status`")
     for parser in (maintenance, pause):
         parser.add_argument("--reason", required=True, help="recorded, and shown by `node status`")
-    add(actions, "reset", "node:reset", "Leave state Failed and try again.")
+    reset = add(actions, "reset", "node:reset", "Leave state Failed and try again.")
+    reset.add_argument("--reason", default="", help="recorded with the operation")

@@ -171,10 +171,12 @@ def _key(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
         help="its bytes as they are (UTF-8 text, 16 to 4096 bytes); - is standard input",
     )
     _common(create)
+    create.add_argument("--reason", default="", help="recorded with the operation")
     _listing(add(actions, "ls", "key:ls", "List keys by name; a key itself is never shown."))
     remove = add(actions, "rm", "key:rm", "Destroy a key that no volume needs.")
     remove.add_argument("name")
     _common(remove)
+    remove.add_argument("--reason", default="", help="recorded with the operation")
 
 
 def _storage(commands: Sub[argparse.ArgumentParser], add: Add) -> None:

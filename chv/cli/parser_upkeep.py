@@ -21,7 +21,7 @@ def add_upkeep(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     adopt = add(actions, "adopt", "leaks:adopt", "Take one up again: a VMM of a recorded VM.")
     for parser in (reap, adopt):
         parser.add_argument("id", metavar="ID", help="as `chv leaks` shows it")
-        parser.add_argument("--reason", default="", help="logged with the requester")
+        parser.add_argument("--reason", default="", help="recorded with the operation")
     _daemon(commands, add)
 
 
@@ -34,7 +34,7 @@ def _daemon(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
         actions, "restart", "daemon:restart", "Start one anew, as for its upgrade; VMs go on."
     )
     restart.add_argument("name", choices=["stord", "nwd", "console"])
-    restart.add_argument("--reason", default="", help="logged with the requester")
+    restart.add_argument("--reason", default="", help="recorded with the operation")
 
 
 def _output(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ class Wanted(msgspec.Struct, frozen=True):
     format: str
     sha256: str
     requester: str
+    reason: str = ""
 
 
 def send(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import datetime, timedelta
+from typing import Any
 
 import anyio
 
@@ -12,7 +13,16 @@ from chv.agent.node import Node, NodeEvent, NodeState, Predicate
 from chv.agent.node_gate import NodeGate
 from chv.agent.node_record import NodeIntent, NodeRecord, PutNode
 from chv.agent.ports import Limits, World
-from chv.agent.records import Change, PutOperation, PutWorker, RequestRow, Snapshot
+from chv.agent.records import (
+    Change,
+    PutFacts,
+    PutObject,
+    PutOperation,
+    PutWorker,
+    RequestRow,
+    Snapshot,
+    VmFacts,
+)
 from chv.agent.store_memory import MemoryStore
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -23,18 +33,36 @@ from tests.sim.daemons import SimCaller
 from tests.sim.saves import SimSaves
 from tests.sim.vmms import SimGuests, SimHost, SimImages, SimSeeds, SimVmms
 
+TEN_YEARS_S = 10 * 365 * 86_400.0
+
 
 class SimClock:
-    """Time that goes on over the lives of agents, each of which has a loop of its own."""
+    """Time that goes on over the lives of agents, each of which has a loop of its own.
+
+    The agent sees clocks that may lie: the wall clock jumps, the monotonic one begins with a boot.
+    """
 
     def __init__(self) -> None:
         self.offset_s = 0.0
+        self.booted_s = 0.0
+        self.wall_s = 0.0  # how wrong the wall clock is
+        self.boots = 1
+
+    @property
+    def boot_id(self) -> str:
+        return f"boot-{self.boots}"
+
+    def boot(self) -> None:
+        self.booted_s, self.boots = self.true_s(), self.boots + 1
+
+    def true_s(self) -> float:
+        return self.offset_s + anyio.current_time()
 
     def now(self) -> datetime:
-        return EPOCH + timedelta(seconds=self.monotonic())
+        return EPOCH + timedelta(seconds=self.true_s() + self.wall_s)
 
     def monotonic(self) -> float:
-        return self.offset_s + anyio.current_time()
+        return self.true_s() - self.booted_s
 
     async def sleep(self, seconds: float) -> None:
         await anyio.sleep(seconds)
@@ -98,10 +126,8 @@ class SimStore:
         self._chaos.check(self._life)
         return await self._store.operation(operation_id)
 
-    async def operations(
-        self, *, kind: str = "", namespace: str = "", name: str = "", limit: int
-    ) -> list[Operation]:
-        return await self._store.operations(kind=kind, namespace=namespace, name=name, limit=limit)
+    async def operations(self, **wanted: Any) -> list[Operation]:
+        return await self._store.operations(**wanted)
 
     async def request(self, key: str) -> RequestRow | None:
         self._chaos.check(self._life)
@@ -134,7 +160,13 @@ class Machine:
         self.gate = SimGate(self.clock)
         self.seed = seed
         self.limits = limits or Limits(parallel_starts=2, restarts_max=3, restart_window_s=300.0)
-        self.host.now = self.host.stord.now = self.clock.monotonic
+        self.host.now = self.host.stord.now = self.clock.true_s
+        self.host.boot_id = self.clock.boot_id
+        self.reboots = 0
+        self.chaos.on_kill = self._after_kill
+        self._fates = random.Random(seed + 3)  # draws of its own: others keep theirs
+        self.reboot_rate = self._fates.choice((0.0, 0.1, 0.5))
+        self.restarts_due: dict[str, float] = {}  # VM -> not before that true time
         self.host.intended = self._intended
         self.host.intends_disk = self._intends_disk
         self.host.intends_nic = self._intends_nic
@@ -172,6 +204,7 @@ class Machine:
         """Store the changes, and see that an operation succeeds only with what it is for."""
         for change in changes:
             self._check_held(change)
+            self._check_backoff(change)
         self.store.tables.apply(changes)
         for change in changes:
             if isinstance(change, PutOperation):
@@ -188,6 +221,26 @@ class Machine:
             alive = [each.pid for each in self.host.processes.values() if each.alive]
             if alive:
                 self._violate(f"node: Maintenance while VMMs {alive} live")
+
+    def _check_backoff(self, change: Change) -> None:
+        """No VM is started again before its back-off is over, whoever the agent is by then."""
+        match change:
+            case PutFacts(uid=uid, facts=VmFacts() as facts):
+                self._note_backoff(uid, facts)
+            case PutObject(object=stored) if stored.facts is not None:
+                self._note_backoff(stored.uid, stored.facts)
+            case PutWorker(row=row) if row.vm_uid not in self.store.tables.workers:
+                early_s = self.restarts_due.get(row.vm_uid, 0.0) - self.clock.true_s()
+                if early_s > 0.1:
+                    self._violate(f"VM {row.vm_uid} is restarted {early_s:.1f} s too early")
+
+    def _note_backoff(self, uid: str, facts: VmFacts) -> None:
+        before = self.store.tables.objects.get(uid)
+        known = before.facts.crashes if before is not None and before.facts is not None else ()
+        if facts.backoff_s <= 0:
+            self.restarts_due.pop(uid, None)
+        elif facts.crashes != known:
+            self.restarts_due[uid] = self.clock.true_s() + facts.backoff_s
 
     def _check_success(self, operation: Operation) -> None:
         if operation.state is not OperationState.SUCCEEDED:
@@ -237,7 +290,7 @@ class Machine:
         self.gate.boot()
         stord = SimCaller(chaos, life, "stord", host.stord)
         nwd = SimCaller(chaos, life, "nwd", host.nwd)
-        stord.now = nwd.now = self.clock.monotonic
+        stord.now = nwd.now = self.clock.true_s
         return World(
             stord=stord,
             nwd=nwd,
@@ -251,7 +304,21 @@ class Machine:
             ids=Ids(self.seed * 1000 + life),
             layout=Layout(instance="simsim"),
             limits=self.limits,
+            boot_id=self.clock.boot_id,
         )
+
+    def reboot(self) -> None:
+        """Power is cut and comes back: what was in memory is gone, disks and records are there."""
+        self.reboots += 1
+        self.clock.boot()
+        self.host.reboot(self.clock.boot_id)
+
+    def _after_kill(self) -> None:
+        """An agent was killed: perhaps because the power was cut; clocks may be set meanwhile."""
+        if self._fates.random() < self.reboot_rate:
+            self.reboot()
+        if self._fates.random() < self.reboot_rate:
+            self.clock.wall_s += self._fates.choice((-TEN_YEARS_S, TEN_YEARS_S))
 
     def agent_store(self) -> SimStore:
         """Return the store for a new life."""

@@ -1,7 +1,7 @@
 """Imports of one artifact by path, URL or upload, and the collection of what nobody needs.
 
-Each import stores the bytes first and then applies the Image that names them; where that is
-refused, the artifact goes again. The checks that can be made come before the long work.
+Each import is an operation: it stores the bytes first and then applies the Image that names them;
+where that is refused, the artifact goes again. Checks that can be made come before the long work.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from chv.agent.admission_rules import check_delete
+from chv.agent.chores import Came, Chores, Task, Tell, Way, Wish
 from chv.agent.context import Context
+from chv.agent.node_record import NODE_UID
 from chv.agent.ports import ArtifactInfo, OnProgress
-from chv.common.errors import ChvError, FailedPrecondition, InvalidArgument
+from chv.agent.side_verbs import COLLECT_IMAGES, IMPORT
+from chv.common.errors import ChvError, FailedPrecondition, InvalidArgument, Unavailable
 from chv.common.wire import agent as api
+from chv.common.wire.agent import Operation
 from chv.common.wire.manifest import encode
 from chv.common.wire.resources import (
     Image,
@@ -28,6 +32,11 @@ from chv.common.wire.resources import (
 
 _replace = msgspec.structs.replace
 ImportRequest = api.ImportImage | api.FetchImage | api.FinishUpload
+PARALLEL = 4  # imports at a time; the others wait in the order in which they came
+_APART = frozenset({"name", "namespace", "requester", "reason", "idempotency_key"})
+_REQUESTS: dict[str, type[ImportRequest]] = {
+    each.__name__: each for each in (api.ImportImage, api.FetchImage, api.FinishUpload)
+}
 Apply = Callable[[api.Apply], Awaitable[api.ApplyReply]]
 
 
@@ -35,31 +44,73 @@ class ImageImports:
     """See the module."""
 
     def __init__(
-        self, context: Context, apply: Apply, refuse_when_short: Callable[[], Awaitable[None]]
+        self,
+        context: Context,
+        chores: Chores,
+        apply: Apply,
+        refuse_when_short: Callable[[], Awaitable[None]],
     ) -> None:
         self._context = context
+        self._chores = chores
         self._apply = apply
         self._refuse_when_short = refuse_when_short
+        chores.teach(IMPORT, Way(self._do, slots=PARALLEL, noun="imports under way"))
+        chores.teach(COLLECT_IMAGES, Way(self._collect))
 
-    async def import_image(
-        self, request: api.ImportImage, on_progress: OnProgress | None
-    ) -> api.ImportImageReply:
-        """Store a file of the node."""
-        await self._check(request)
-        info = await self._context.world.images.import_file(
-            request.path, request.sha256, _declared(request), on_progress
-        )
-        return await self._define(request, info)
+    async def take(self, request: ImportRequest, tell: Tell | None = None) -> api.ImportImageReply:
+        """Store a file of the node, what a URL gives, or what was sent, as an operation.
 
-    async def fetch(
-        self, request: api.FetchImage, on_progress: OnProgress | None
-    ) -> api.ImportImageReply:
-        """Store what a URL gives."""
+        It goes on where the caller leaves. The same again, while it is under way, joins it.
+        """
+        wish = _wish(request)
+        if not await self._chores.knows(wish):
+            await self._check(request)
+        operation, _ = await self._chores.begin(wish)
+        ended = await self._chores.outcome(operation.id, tell)
+        return msgspec.convert(ended.result, api.ImportImageReply)
+
+    async def _do(self, task: Task) -> Came:
+        request = _request(task.operation)
+        if task.again:
+            self._await_node()
         await self._check(request)
-        info = await self._context.world.images.fetch(
-            request.url, request.sha256, _declared(request), on_progress
-        )
-        return await self._define(request, info)
+        operation_id = task.operation.id
+
+        async def on_progress(done: int, total: int) -> None:
+            self._context.progress.put(operation_id, done, total)
+
+        info = await self._bring(request, on_progress, again=task.again)
+        reply = await self._define(request, info)
+        result = msgspec.to_builtins(reply)
+        return Came(f"{reply.size_bytes} bytes, sha256:{reply.sha256}", result)
+
+    def _await_node(self) -> None:
+        """After a new start the node takes a moment until it admits what it admitted before."""
+        refusal: FailedPrecondition | None = None
+        try:
+            self._context.world.gate.check("define")
+        except FailedPrecondition as error:
+            refusal = error
+        if refusal is not None:
+            raise Unavailable(refusal.message, hint=refusal.hint)
+
+    async def _bring(
+        self, request: ImportRequest, on_progress: OnProgress, *, again: bool
+    ) -> ArtifactInfo:
+        images, declared = self._context.world.images, _declared(request)
+        match request:
+            case api.ImportImage():
+                return await images.import_file(request.path, request.sha256, declared, on_progress)
+            case api.FetchImage():
+                return await images.fetch(request.url, request.sha256, declared, on_progress)
+            case api.FinishUpload():
+                if again:
+                    raise FailedPrecondition(
+                        "the agent ended, and what was sent with it", hint="send it once more"
+                    )
+                return await images.take_upload(
+                    request.upload_id, request.size_bytes, request.sha256, declared
+                )
 
     async def open_upload(self, request: api.OpenUpload) -> tuple[str, int]:
         """Begin an upload; the descriptor is the caller's."""
@@ -67,16 +118,30 @@ class ImageImports:
         await self._refuse_when_short()
         return self._context.world.images.open_upload(request.size_bytes_max)
 
-    async def finish_upload(self, request: api.FinishUpload) -> api.ImportImageReply:
-        """Store what was sent."""
-        await self._check(request)
-        info = await self._context.world.images.take_upload(
-            request.upload_id, request.size_bytes, request.sha256, _declared(request)
-        )
-        return await self._define(request, info)
-
     async def collect(self, request: api.CollectImages) -> api.CollectImagesReply:
-        """Remove what no Image has, be it wanted or stored.
+        """Remove what no Image has, be it wanted or stored; a dry run is no operation."""
+        if request.dry_run:
+            return await self.unneeded(dry_run=True)
+        wish = Wish(
+            verb=COLLECT_IMAGES,
+            kind="Node",
+            name=NODE_UID,
+            requester=request.requester,
+            reason=request.reason,
+            idempotency_key=request.idempotency_key,
+        )
+        operation, _ = await self._chores.begin(wish)
+        ended = await self._chores.outcome(operation.id)
+        return msgspec.convert(ended.result, api.CollectImagesReply)
+
+    async def _collect(self, task: Task) -> Came:
+        del task  # again or not: what is gone is gone
+        reply = await self.unneeded(dry_run=False)
+        words = f"{len(reply.removed)} files, {reply.freed_bytes} bytes"
+        return Came(words, msgspec.to_builtins(reply))
+
+    async def unneeded(self, *, dry_run: bool) -> api.CollectImagesReply:
+        """Return what no Image has, and remove it but for a dry run.
 
         Volumes need no look of their own: an Image stays while one refers to it.
         """
@@ -84,9 +149,7 @@ class ImageImports:
         for stored in self._context.ledger.tables.of_kind("Image"):
             assert isinstance(stored.resource, Image)
             keep |= needed_sums(stored.resource)
-        collected = await self._context.world.images.collect(
-            frozenset(keep), dry_run=request.dry_run
-        )
+        collected = await self._context.world.images.collect(frozenset(keep), dry_run=dry_run)
         return api.CollectImagesReply(removed=collected.names, freed_bytes=collected.freed_bytes)
 
     async def _check(self, request: ImportRequest) -> None:
@@ -107,7 +170,7 @@ class ImageImports:
         apply = api.Apply(
             objects=[msgspec.Raw(encode(self._image_with(request, info)))],
             requester=request.requester,
-            reason=_reason(request)[:256],
+            reason=(request.reason or _reason(request))[:256],
         )
         refusal: ChvError | None = None
         try:
@@ -143,6 +206,34 @@ class ImageImports:
         images = self._context.ledger.tables.of_kind("Image")
         if not any(sha256 in encode(image.resource).decode() for image in images):
             await self._context.world.images.remove(sha256)
+
+
+def _wish(request: ImportRequest) -> Wish:
+    """Return what is recorded of a request: all that it takes to make it anew."""
+    asked = msgspec.to_builtins(request)
+    kept = {name: value for name, value in asked.items() if name not in _APART}
+    return Wish(
+        verb=IMPORT,
+        kind="Image",
+        namespace=request.namespace,
+        name=request.name,
+        requester=request.requester,
+        reason=request.reason,
+        idempotency_key=request.idempotency_key,
+        request={"from": type(request).__name__, **kept},
+    )
+
+
+def _request(operation: Operation) -> ImportRequest:
+    kept = {name: value for name, value in operation.request.items() if name != "from"}
+    whole = {
+        **kept,
+        "name": operation.name,
+        "namespace": operation.namespace,
+        "requester": operation.requester,
+        "reason": operation.reason,
+    }
+    return msgspec.convert(whole, _REQUESTS[str(operation.request["from"])])
 
 
 def stored_sums(status: ImageStatus | None) -> set[str]:

@@ -102,6 +102,7 @@ class ImageReconciler(SimpleReconciler):
 
     async def _show_progress(self, artifact: str, done_bytes: int, total_bytes: int) -> None:
         """Publish how far a download is, each twentieth of it."""
+        self._context.progress.put(self._serving, done_bytes, total_bytes)
         shown = f"{artifact} {done_bytes >> 20} MiB"
         if total_bytes:
             shown = f"{artifact} {done_bytes * 20 // total_bytes * 5}%"

@@ -70,6 +70,24 @@ def cloned(tables: Tables, source: StoredObject, request: CloneVm) -> Clone:
     return Clone(tuple(resources), _left_out(tables, source))
 
 
+def made_for(tables: Tables, clone: StoredObject) -> list[StoredObject]:
+    """Return the volumes that were made for a clone: those that start from its helper."""
+    _, namespace, name = clone.key
+    helpers = {
+        stored.key[2]
+        for stored in tables.of_kind("VolumeSnapshot")
+        if stored.key[1] == namespace and stored.resource.metadata.annotations.get(HELPER) == name
+    }
+    found = (tables.find("Volume", namespace, disk.volume) for disk in vm_of(clone).spec.disks)
+    return [each for each in found if each is not None and _starts_from(each, helpers)]
+
+
+def _starts_from(stored: StoredObject, snapshots: set[str]) -> bool:
+    assert isinstance(stored.resource, Volume)
+    source = stored.resource.spec.source
+    return not stored.deleting and source is not None and source.snapshot in snapshots
+
+
 def _volume(
     tables: Tables, source: StoredObject, index: int, request: CloneVm, snapshot: str
 ) -> Volume | None:

@@ -25,6 +25,9 @@ async def find_job(context: Context, job_id: str) -> JobInfo | None:
         job = await context.stord.call(stord.GET_JOB, stord.JobRef(job_id=job_id))
     except NotFound:
         return None
+    if job.state is JobState.RUNNING and job.total_bytes:  # each merge of an operation has a suffix
+        operation_id = job_id.partition(".")[0]
+        context.progress.put(operation_id, job.done_bytes, job.total_bytes)
     return msgspec.structs.replace(job, error=named_data(context.ledger.tables, job.error))
 
 

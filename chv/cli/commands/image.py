@@ -28,7 +28,11 @@ def build(arguments: argparse.Namespace) -> int:
         },
         "spec": {"builtin": arguments.builtin},
     }
-    request = agent.Apply(objects=manifests.raw([document]), requester=connect.requester())
+    request = agent.Apply(
+        objects=manifests.raw([document]),
+        requester=connect.requester(),
+        reason=arguments.reason,
+    )
     with connect.client(arguments.socket) as client:
         result = client.call(agent.APPLY, request).results[0]
         if result.operation_id:
@@ -38,15 +42,18 @@ def build(arguments: argparse.Namespace) -> int:
 
 
 def import_(arguments: argparse.Namespace) -> int:
-    """Store a file, a URL's content or standard input, and define its Image."""
-    source = arguments.source
-    with connect.client(arguments.socket) as client:
+    """Store a file, a URL's content or standard input, and define its Image.
+
+    It goes on in the agent where this command is interrupted.
+    """
+    source, seen = arguments.source, _Seen()
+    with connect.client(arguments.socket) as client, operations.going_on(lambda: seen.operation_id):
         if source.startswith(("http://", "https://")):
-            reply = client.stream(agent.FETCH_IMAGE, _fetch(arguments), _progress)
+            reply = client.stream(agent.FETCH_IMAGE, _fetch(arguments), seen.progress)
         elif source == "-" or os.geteuid() != 0:
-            reply = upload.send(client, source, _wanted(arguments), _progress)
+            reply = upload.send(client, source, _wanted(arguments), seen.progress)
         else:
-            reply = client.stream(agent.IMPORT_IMAGE, _by_path(arguments), _progress)
+            reply = client.stream(agent.IMPORT_IMAGE, _by_path(arguments), seen.progress)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(f"Image/{arguments.name} {arguments.artifact} sha256:{reply.sha256}")
@@ -61,6 +68,7 @@ def _wanted(arguments: argparse.Namespace) -> upload.Wanted:
         format=arguments.format,
         sha256=arguments.sha256,
         requester=connect.requester(),
+        reason=arguments.reason,
     )
 
 
@@ -73,18 +81,28 @@ def _by_path(arguments: argparse.Namespace) -> agent.ImportImage:
     return agent.ImportImage(path=path, **msgspec.structs.asdict(_wanted(arguments)))
 
 
-def _progress(event: agent.Progress) -> None:
-    if not sys.stderr.isatty():
-        return
-    how_far = f"{event.done >> 20} MiB"
-    if event.total:
-        how_far = f"{100 * event.done // event.total:3d} %"
-    print(f"\r{event.step} {how_far} ", end="", file=sys.stderr)
+class _Seen:
+    """What was told of an import."""
+
+    def __init__(self) -> None:
+        self.operation_id = ""
+
+    def progress(self, event: agent.Progress) -> None:
+        """Remember the operation; show on a terminal how far it is."""
+        self.operation_id = event.operation_id or self.operation_id
+        if not sys.stderr.isatty():
+            return
+        how_far = f"{event.done >> 20} MiB"
+        if event.total:
+            how_far = f"{100 * event.done // event.total:3d} %"
+        print(f"\r{event.step} {how_far} ", end="", file=sys.stderr)
 
 
 def gc(arguments: argparse.Namespace) -> int:
     """Remove what no image has."""
-    request = agent.CollectImages(dry_run=arguments.dry_run, requester=connect.requester())
+    request = agent.CollectImages(
+        dry_run=arguments.dry_run, requester=connect.requester(), reason=arguments.reason
+    )
     with connect.client(arguments.socket) as client:
         reply = client.call(agent.COLLECT_IMAGES, request)
     word = "would remove" if arguments.dry_run else "removed"
@@ -107,6 +125,7 @@ def rm(arguments: argparse.Namespace) -> int:
         name=arguments.name,
         namespace=arguments.namespace,
         requester=connect.requester(),
+        reason=arguments.reason,
     )
     with connect.client(arguments.socket) as client:
         operation = client.call(agent.DELETE, request).operation

@@ -23,6 +23,7 @@ def create(arguments: argparse.Namespace) -> int:
         namespace=arguments.namespace,
         key=base64.b64encode(value).decode(),
         requester=connect.requester(),
+        reason=arguments.reason,
     )
     with connect.client(arguments.socket) as client:
         info = client.call(agent.PUT_KEY, request)
@@ -68,7 +69,10 @@ def ls(arguments: argparse.Namespace) -> int:
 def rm(arguments: argparse.Namespace) -> int:
     """Destroy a key that no volume needs."""
     request = agent.DeleteKey(
-        name=arguments.name, namespace=arguments.namespace, requester=connect.requester()
+        name=arguments.name,
+        namespace=arguments.namespace,
+        requester=connect.requester(),
+        reason=arguments.reason,
     )
     with connect.client(arguments.socket) as client:
         client.call(agent.DELETE_KEY, request)

@@ -8,6 +8,8 @@ import sys
 from chv.cli import connect, output
 from chv.common.wire import agent_leaks as wire
 
+UNUSED = {"image artifact": "chv image gc", "key": "chv key ls -A"}
+
 
 def list_leaks(arguments: argparse.Namespace) -> int:
     """Show every leak with its evidence and what can be done about it."""
@@ -29,6 +31,9 @@ def list_leaks(arguments: argparse.Namespace) -> int:
         print(
             f"{reply.watching} more seen, not certain yet; `chv leaks --now` looks", file=sys.stderr
         )
+    for what, count in reply.unused.items():
+        if count:
+            print(f"no leak, but unused: {count} {what}s ({UNUSED[what]})", file=sys.stderr)
     return 0
 
 

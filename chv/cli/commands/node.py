@@ -96,6 +96,7 @@ def _features(features: Sequence[Feature], *, with_detail: bool) -> None:
 def reset(arguments: argparse.Namespace) -> int:
     """Leave Failed: bootstrap again."""
     with connect.client(arguments.socket) as client:
-        client.call(agent.RESET_NODE, Empty())
+        request = agent.ResetNode(requester=connect.requester(), reason=arguments.reason)
+        client.call(agent.RESET_NODE, request)
     print("node reset")
     return 0

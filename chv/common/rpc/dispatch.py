@@ -43,6 +43,7 @@ from chv.common.rpc.method import Method, R
 log = logging.getLogger("chv.rpc")
 Handler = Callable[..., Awaitable[Any]]
 Send = Callable[[bytes], Awaitable[None]]
+Stamp = Callable[[Any, Peer], Any]  # parameters with what only the server knows of the caller
 STREAMS_MAX = 256
 
 
@@ -130,6 +131,7 @@ class Dispatcher:
     calls_max: int
     entries: dict[str, Entry] = field(default_factory=dict)
     recovering: str | None = None
+    stamp: Stamp | None = None
 
     def __post_init__(self) -> None:
         self._call_slots = anyio.Semaphore(self.calls_max, fast_acquire=True)
@@ -153,6 +155,8 @@ class Dispatcher:
         try:
             entry = self.admit(request, call.request_id, call.peer)
             params = decode_params(entry.method.params, request)
+            if self.stamp is not None:
+                params = self.stamp(params, call.peer)
             result = await self._logged(entry, params, call, _budget_s(entry, request))
             return _success(entry.method, call.request_id, result)
         except RequestError as error:

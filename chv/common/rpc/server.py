@@ -17,7 +17,7 @@ import anyio.abc
 
 from chv.common.errors import ChvError, PermissionDenied, ResourceExhausted
 from chv.common.rpc.channel import Channel, Peer, peer_of
-from chv.common.rpc.dispatch import CallContext, Dispatcher, Entry, WithFds, wants_context
+from chv.common.rpc.dispatch import CallContext, Dispatcher, Entry, Stamp, WithFds, wants_context
 from chv.common.rpc.envelope import encode_error
 from chv.common.rpc.listener import Listener, listen_unix
 from chv.common.rpc.method import Method, P, R
@@ -37,13 +37,14 @@ class Server:
         allow_uids: frozenset[int],
         connections_max: int = 256,
         calls_max: int = 64,
+        stamp: Stamp | None = None,
     ) -> None:
         self._methods = {method.name: method for method in methods}
         assert len(self._methods) == len(methods), f"{name}: a method name occurs twice"
         self._allow_uids = allow_uids
         self._connections_max = connections_max
         self._connections = 0
-        self._dispatcher = Dispatcher(name, calls_max)
+        self._dispatcher = Dispatcher(name, calls_max, stamp=stamp)
 
     @property
     def recovering(self) -> str | None:

@@ -6,7 +6,7 @@ Objects travel as JSON of `chv.common.wire.resources`. Durations are seconds.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from msgspec import Meta
 from chv.common.errors import ErrorData
 from chv.common.rpc import Method
 from chv.common.wire.agent_node import DrainProgress, NodeHold
+from chv.common.wire.agent_operations import OperationProgress, QueuePlace
 from chv.common.wire.agent_watch import WATCH_METHODS
 from chv.common.wire.stord import JobsReply, StorageMetrics
 from chv.common.wire.types import (
@@ -96,10 +97,11 @@ class ListObjects(Message, frozen=True, kw_only=True):
 
 
 class ListReply(Reply, frozen=True, kw_only=True):
-    """Answered from memory; never waits for a VMM."""
+    """Answered from memory; never waits for a VMM. `age_s`: of the oldest; `ages_s`: of each."""
 
     items: list[msgspec.Raw] = []
     age_s: float = 0.0
+    ages_s: list[float] = []
 
 
 class DeleteObject(Message, frozen=True, kw_only=True):
@@ -111,6 +113,7 @@ class DeleteObject(Message, frozen=True, kw_only=True):
     uid: str = ""  # where given, only this very object
     requester: ShortText
     reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class VmVerb(StrEnum):
@@ -216,7 +219,12 @@ class OperationStep(Reply, frozen=True, kw_only=True):
 
 
 class Operation(Reply, frozen=True, kw_only=True):
-    """Who asked for what, what was done, and how it ended."""
+    """Who asked for what, what was done, and how it ended.
+
+    `request`: what was asked for beyond the verb, where that is needed to tell it from another.
+    `result`: what came of it, for programs. `cancelled_by`: who asked for its end, and why.
+    `progress` and `queue`: how far it is and what it waits for, where that is known.
+    """
 
     id: str
     verb: str
@@ -234,6 +242,11 @@ class Operation(Reply, frozen=True, kw_only=True):
     message: str = ""
     error: ErrorData | None = None
     steps: list[OperationStep] = []
+    request: dict[str, str | int | bool | None] = {}
+    result: dict[str, Any] = {}
+    cancelled_by: str = ""
+    progress: OperationProgress | None = None
+    queue: QueuePlace | None = None
 
 
 class OperationReply(Reply, frozen=True, kw_only=True):
@@ -255,6 +268,7 @@ class CancelOperation(Message, frozen=True, kw_only=True):
     operation_id: ShortText
     requester: ShortText
     reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class PutKey(Message, frozen=True, kw_only=True):
@@ -267,6 +281,8 @@ class PutKey(Message, frozen=True, kw_only=True):
     namespace: Name = "default"
     key: Annotated[str, Meta(max_length=16384, pattern=r"^[A-Za-z0-9+/]*={0,2}\Z")] = ""
     requester: ShortText
+    reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class DeleteKey(Message, frozen=True, kw_only=True):
@@ -275,6 +291,8 @@ class DeleteKey(Message, frozen=True, kw_only=True):
     name: Name
     namespace: Name = "default"
     requester: ShortText
+    reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class KeyInfo(Reply, frozen=True, kw_only=True):
@@ -293,11 +311,14 @@ class KeysReply(Reply, frozen=True, kw_only=True):
 
 
 class ListOperations(Message, frozen=True, kw_only=True):
-    """Newest first; filters where not empty."""
+    """Newest first; filters where not empty. `since`: an RFC 3339 time of their beginning."""
 
     kind: str = ""
     namespace: str = ""
     name: str = ""
+    verb: str = ""
+    states: list[OperationState] = []
+    since: ShortText = ""
     active_only: bool = False
     limit: Annotated[int, Meta(ge=1, le=1000)] = 50
 
@@ -398,6 +419,14 @@ class NodeStatusReply(Reply, frozen=True, kw_only=True):
     scheduling_paused: NodeHold | None = None
 
 
+class ResetNode(Message, frozen=True, kw_only=True):
+    """Leave Failed; daemons that were given up on get another chance."""
+
+    requester: ShortText
+    reason: ShortText = ""
+    idempotency_key: ShortText = ""
+
+
 class OpenGuest(Message, frozen=True, kw_only=True):
     """A TCP connection to a declared port of the guest; the socket comes back by SCM_RIGHTS."""
 
@@ -456,6 +485,8 @@ class ImportImage(Message, frozen=True, kw_only=True):
     format: Annotated[str, Meta(pattern=r"^(raw|qcow2)\Z")] = "raw"
     sha256: Sha256OrEmpty = ""  # empty: computed and pinned
     requester: ShortText
+    reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class FetchImage(Message, frozen=True, kw_only=True):
@@ -468,6 +499,8 @@ class FetchImage(Message, frozen=True, kw_only=True):
     format: Annotated[str, Meta(pattern=r"^(raw|qcow2)\Z")] = "raw"
     sha256: Sha256OrEmpty = ""  # needed for http://
     requester: ShortText
+    reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class OpenUpload(Message, frozen=True, kw_only=True):
@@ -496,6 +529,8 @@ class FinishUpload(Message, frozen=True, kw_only=True):
     format: Annotated[str, Meta(pattern=r"^(raw|qcow2)\Z")] = "raw"
     sha256: Sha256OrEmpty = ""
     requester: ShortText
+    reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class CollectImages(Message, frozen=True, kw_only=True):
@@ -503,6 +538,8 @@ class CollectImages(Message, frozen=True, kw_only=True):
 
     dry_run: bool = False
     requester: ShortText
+    reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class CollectImagesReply(Reply, frozen=True, kw_only=True):
@@ -521,9 +558,10 @@ class ImportImageReply(Reply, frozen=True, kw_only=True):
 
 
 class Progress(Reply, frozen=True, kw_only=True):
-    """Progress of a long call."""
+    """Progress of a long call; the operation goes on where its caller leaves."""
 
     step: str
+    operation_id: str = ""
     done: int = 0
     total: int = 0
 
@@ -538,7 +576,7 @@ LIST_OPERATIONS = Method("ListOperations", ListOperations, ListOperationsReply, 
 WAIT_OPERATION = Method("WaitOperation", WaitOperation, OperationReply, 3610.0, mutating=False)
 WAIT_CONDITION = Method("WaitCondition", WaitCondition, ObjectReply, 3610.0, mutating=False)
 NODE_STATUS = Method("GetNodeStatus", Empty, NodeStatusReply, timeout_s=5.0, mutating=False)
-RESET_NODE = Method("ResetNode", Empty, Done)  # an operator's way out of Failed
+RESET_NODE = Method("ResetNode", ResetNode, OperationReply)  # an operator's way out of Failed
 OPEN_GUEST = Method("OpenGuestConnection", OpenGuest, OpenGuestReply, 35.0, mutating=False, fds=1)
 GET_GUEST_ACCESS = Method("GetGuestAccess", ObjectRef, GuestAccessReply, mutating=False)
 READ_LOGS = Method(

@@ -78,6 +78,7 @@ class Rollback(Message, frozen=True, kw_only=True):
     requester: ShortText
     reason: ShortText = ""
     dry_run: bool = False
+    idempotency_key: ShortText = ""
 
 
 class Obstacle(Reply, frozen=True, kw_only=True):

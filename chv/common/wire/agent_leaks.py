@@ -5,15 +5,12 @@ Served beside the table in `chv.common.wire.agent`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from msgspec import Meta
+from typing import Literal
 
 from chv.common.rpc import Method
 from chv.common.wire.agent import DaemonStatus
 from chv.common.wire.types import Empty, Message, Reply, ShortText
 
-LeakId = Annotated[str, Meta(pattern=r"^[0-9a-f]{10}\Z")]
 LOOK_TIMEOUT_S = 150.0
 
 
@@ -48,27 +45,31 @@ class Leak(Reply, frozen=True, kw_only=True):
 class LeaksReply(Reply, frozen=True, kw_only=True):
     """`looked_at`: of the last look. `unread`: who did not answer then, and why: what was known of
     theirs is still shown. `watching`: things seen once, or in the middle of an operation.
+    `unused`: how much of what is recorded, and so no leak, nothing needs: image artifacts, keys.
     """
 
     leaks: list[Leak] = []
     looked_at: str = ""
     unread: dict[str, str] = {}
     watching: int = 0
+    unused: dict[str, int] = {}
 
 
 class LeakRef(Message, frozen=True, kw_only=True):
     """One leak, and who acts on it. `data`: remove it though it may be a tenant's data."""
 
-    id: LeakId
+    id: ShortText  # ten characters of 0-9 and a-f
     requester: ShortText
     reason: ShortText = ""
     data: bool = False
+    idempotency_key: ShortText = ""
 
 
 class LeakDone(Reply, frozen=True, kw_only=True):
     """What was removed, or taken up again."""
 
     leak: Leak
+    operation_id: str = ""
 
 
 class RestartDaemon(Message, frozen=True, kw_only=True):
@@ -77,6 +78,7 @@ class RestartDaemon(Message, frozen=True, kw_only=True):
     name: Literal["stord", "nwd", "console"]
     requester: ShortText
     reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class RestartDaemonReply(Reply, frozen=True, kw_only=True):
@@ -84,6 +86,7 @@ class RestartDaemonReply(Reply, frozen=True, kw_only=True):
 
     before: DaemonStatus
     after: DaemonStatus
+    operation_id: str = ""
 
 
 class DaemonsReply(Reply, frozen=True, kw_only=True):

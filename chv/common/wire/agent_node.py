@@ -29,6 +29,7 @@ class ActOnNode(Message, frozen=True, kw_only=True):
     verb: NodeVerb
     requester: ShortText
     reason: ShortText = ""
+    idempotency_key: ShortText = ""
 
 
 class NodeVerbReply(Reply, frozen=True, kw_only=True):

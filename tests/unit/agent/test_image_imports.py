@@ -100,7 +100,7 @@ async def test_a_url_that_is_not_there_fails_the_image_for_good() -> None:
 async def test_fetch_image_pins_the_sum_and_keeps_the_url() -> None:
     async with open_bench() as bench:
         request = api.FetchImage(name="disk", url="https://host/disk.raw", requester="test")
-        reply = await bench.engine.fetch_image(request)
+        reply = await bench.engine.import_image(request)
         await bench.final(reply.operation_id)
         spec = bench.get("Image", "disk").spec
         assert (spec.disk.url, spec.disk.path) == ("https://host/disk.raw", "")

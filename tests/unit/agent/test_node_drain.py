@@ -254,8 +254,25 @@ async def test_other_objects_and_operations_stay_readable() -> None:
         await act(bench, VERB.DRAIN)
         operations = await bench.engine.list_operations(_newest())
         assert [each.name for each in operations.operations] == [NODE_UID]
-        with pytest.raises(FailedPrecondition, match="drain --cancel"):
+        with pytest.raises(FailedPrecondition, match="it has ended"):
             await bench.engine.cancel(_cancel(operations.operations[0].id))
+
+
+@simulated
+async def test_cancelling_the_operation_of_a_drain_takes_the_drain_back() -> None:
+    async with open_bench() as bench:
+        await bench.apply(image(), vm())
+        await bench.until("VMMRunning")
+        operation_id = await act(bench, VERB.DRAIN)
+        seen = (
+            await bench.engine.get_operation(api.OperationRef(operation_id=operation_id))
+        ).operation
+        assert seen.progress is not None
+        assert (seen.progress.total, seen.progress.unit) == (1, "VMs")
+        ended = (await bench.engine.cancel(_cancel(operation_id))).operation
+        assert ended.state is api.OperationState.CANCELLED
+        assert state(bench) is NodeState.TENANT_READY
+        await bench.until("VMMRunning")
 
 
 # --- what is half done comes to its end first
