@@ -19,6 +19,7 @@ from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VmFacts
 from chv.agent.references import references, referrers
 from chv.agent.strategies import BY_FILE
 from chv.agent.tables import Tables
+from chv.agent.vm.crashes import forgiven
 from chv.common.errors import (
     Conflict,
     FailedPrecondition,
@@ -264,9 +265,8 @@ def _facts_after(before: StoredObject, after: Resource, *, new_nics: bool) -> Vm
     strategy = after.spec.run_strategy
     halted = strategy is RunStrategy.HALTED
     return _replace(
-        facts,
+        forgiven(facts),
         nic_generation=generation,
-        given_up="",
         last_strategy=facts.last_strategy if halted else strategy,
         force_stop=False,
         stop_reason=_stop_reason(before, halted=halted),

@@ -59,7 +59,7 @@ HEALTH_TIMEOUT_S = 2.0
 HEALTH_MISSES_MAX = 5
 STOP_GRACE_S = 3.0
 # Settings of the test build that a daemon must see as well; nothing else is handed down.
-PASSED_ENVIRONMENT = ("CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD")
+PASSED_ENVIRONMENT = ("CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD", "CHV_BOOT_ID")
 
 HEALTH: dict[str, Method[Any, Any]] = {"stord": STORD_HEALTH, "nwd": NWD_HEALTH}
 

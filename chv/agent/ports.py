@@ -16,10 +16,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from chv.agent.moments import Moment
 from chv.agent.node import NodeEvent
 from chv.agent.node_record import NodeRecord
 from chv.agent.resources.capacity import Capacity
-from chv.common.clock import Clock
+from chv.common.clock import Clock, boot_id
 from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process.records import AdoptVerdict, WorkerRecord
@@ -447,3 +448,9 @@ class World:
     limits: Limits = field(default_factory=Limits)
     # What would be chosen by what the probes have seen so far; None: not known yet.
     expect: Callable[[VmmChoice], VmmSelection | None] = lambda choice: None
+    boot_id: str = field(default_factory=boot_id)
+
+    def moment(self) -> Moment:
+        """Return this moment, to be kept over every end of the agent."""
+        wall_s = self.clock.now().timestamp()
+        return Moment(boot_id=self.boot_id, monotonic_s=self.clock.monotonic(), wall_s=wall_s)

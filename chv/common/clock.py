@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Protocol
 
 import anyio
 
-BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+from chv.common.boot import boot_id
+
+__all__ = ["Clock", "SystemClock", "boot_id", "timestamp"]
 
 
 class Clock(Protocol):
@@ -24,7 +25,7 @@ class Clock(Protocol):
         ...
 
     def monotonic(self) -> float:
-        """Return seconds that never go backwards, comparable within one process."""
+        """Return seconds that never go backwards, comparable within one boot of the host."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -57,8 +58,3 @@ def timestamp(moment: datetime) -> str:
         raise ValueError(f"{moment!r} has no time zone")
     text = moment.astimezone(UTC).isoformat(timespec="milliseconds")
     return text.removesuffix("+00:00") + "Z"
-
-
-def boot_id() -> str:
-    """Return the kernel's random id of this boot: two records of one boot carry the same."""
-    return BOOT_ID_PATH.read_text(encoding="ascii").strip()

@@ -56,7 +56,7 @@ HELD = ("Draining", "Maintenance")  # as an operator has left it: it gets no fur
 # What a background agent gets of ours: settings for tests, and the way to Debian's mirror.
 PASSED_ENVIRONMENT = (
     *("CHV_VMM", "CHV_CLOUD_HYPERVISOR", "CHV_FAKE"),
-    *("CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD"),
+    *("CHV_FAILPOINTS", "CHV_FAILPOINTS_LOG", "CHV_TEST_BUILD", "CHV_BOOT_ID"),
     *("http_proxy", "https_proxy", "no_proxy", "APT_CONFIG"),
 )
 

@@ -76,8 +76,11 @@ NOT_HERE = (
     "restore_disks",
     "run_restored",
     "withdraw",
+    "stop_quit",
+    "stop_term",
+    "stop_kill",
 )
-DELETING = ("stop", "cleanup", "detach_volume", "forget", "detach_nic", "remove_files",
+DELETING = ("stop", "stop_acpi", "cleanup", "detach_volume", "forget", "detach_nic", "remove_files",
             "finish_delete")  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class Chaos:
     faults: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
     plan: dict[int, str] = field(default_factory=dict)  # the n-th call fails thus (exhaustive runs)
+    on_kill: Callable[[], None] = lambda: None
 
     async def seam(
         self, life: int, name: str, effect: Callable[[], T], *, mutating: bool = True
@@ -110,6 +111,7 @@ class Chaos:
         self.kills += 1
         self.life += 1
         self.trace.append(f"KILL at {name}")
+        self.on_kill()
         raise Killed
 
     async def _hang(self, life: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from chv.common.errors import (
+    FailedPrecondition,
     InUse,
     InvalidArgument,
     NotFound,
@@ -41,6 +42,7 @@ class SimNic:
     address: str
     hostname: str
     tap_lost: bool = False  # deleted and made again while a VMM had it open
+    absent: bool = False  # since a boot of the host
     groups: list[str] = field(default_factory=list)
     metadata: nwd.VmMetadata | None = None
     last: nwd.AttachVmNic | None = None  # as it was asked for last
@@ -52,6 +54,7 @@ class SimNetwork:
 
     generation: int
     topology: nwd.Topology
+    absent: bool = False
 
 
 class SimNwd(SimPolicy):
@@ -74,6 +77,13 @@ class SimNwd(SimPolicy):
         if hasattr(params, "meta") and not self.operation_known(params.meta.operation_id):
             self.violate(f"I7: {method.name} under an operation that is not recorded")
         return getattr(self, f"_{method.name}")(params)
+
+    def reboot(self) -> None:
+        """Nothing of it is in the kernel any more; the records say what there was."""
+        for network in self.networks.values():
+            network.absent = True
+        for nic in self.nics.values():
+            nic.absent = True
 
     def _ListNamespaceState(self, _: Any) -> nwd.ListNetworksReply:
         return nwd.ListNetworksReply(networks=[self._network(uid) for uid in self.networks])
@@ -113,6 +123,8 @@ class SimNwd(SimPolicy):
     def _AttachVmNic(self, params: nwd.AttachVmNic) -> nwd.NicInfo:
         if params.network_id not in self.networks:
             raise NotFound("no such network")
+        if self.networks[params.network_id].absent:
+            raise FailedPrecondition("the network is absent")
         unknown = set(params.security_groups) - self.groups.keys()
         if unknown:
             raise NotFound(f"no such groups: {unknown}")
@@ -134,7 +146,7 @@ class SimNwd(SimPolicy):
             told = (known.groups, known.metadata)
             if told != (params.security_groups, params.metadata):
                 self.violate(f"NIC {params.nic_id}: one generation with two contents")
-        known.generation = params.meta.generation
+        known.generation, known.absent = params.meta.generation, False
         known.groups, known.metadata = params.security_groups, params.metadata
         known.last = params
         return self._nic(params.nic_id)
@@ -158,6 +170,7 @@ class SimNwd(SimPolicy):
             netns=f"sim-{uid[:8]}",
             subnet=known.topology.subnet,
             gateway="10.9.0.1",
+            status="absent" if known.absent else "ready",
             nics=sum(nic.network_id == uid for nic in self.nics.values()),
         )
 
@@ -177,6 +190,7 @@ class SimNwd(SimPolicy):
             mtu=1450,
             hostname=nic.hostname,
             security_groups=nic.groups,
+            state="absent" if nic.absent else "attached",
             carrier=self.guest_has(nic.vm_id, uid) and not nic.tap_lost,
         )
 

@@ -5,7 +5,7 @@ A mutant is a context manager that breaks one rule of the real agent and puts it
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from chv.agent.network.policy import PolicyReconciler
 from chv.agent.records import Change
 from chv.agent.simple import SimpleReconciler
 from chv.agent.snapshot.reconciler import SnapshotReconciler
-from chv.agent.vm import apply, ending, freeze, model, observe, plan, plugging, reconciler
+from chv.agent.vm import apply, freeze, model, observe, plan, plugging, reconciler
 from chv.agent.vm.model import (
     DesiredVm,
     ObservedVm,
@@ -209,13 +209,11 @@ def no_resync() -> Iterator[None]:
 @contextmanager
 def a_crash_is_a_stop() -> Iterator[None]:
     """Nothing follows from a crash: the record is dropped under another kind."""
-    real: Callable[..., Awaitable[None]] = ending.forget_worker
 
-    async def forget(context: Any, uid: str, memory: Any) -> None:
-        await real(context, uid, memory)
-        memory.start_not_before = float("inf")
+    def left_s(facts: Any, now: Any) -> float:
+        return float("inf") if facts.crashes else 0.0
 
-    with patch.object(apply, "forget_worker", forget):
+    with patch.object(observe, "backoff_left_s", left_s):
         yield
 
 

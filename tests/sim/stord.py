@@ -74,6 +74,7 @@ class SimSession:
 
     incarnation: int = 1
     serving: bool = True
+    void: bool = False  # the host has booted since: what was attached has to be so anew
     restarting_until: float = 0.0
     losses: int = 0
     restarts: list[str] = field(default_factory=list)  # operations that asked for one
@@ -219,6 +220,8 @@ class SimStord:
         job = self._job_of(params.volume_id)
         if job is not None and job.info.kind in (JobKind.CHECK, JobKind.REPAIR):
             raise Conflict("it is being checked")
+        if params.vm_id in self.sessions and self.sessions[params.vm_id].void:
+            self._forget(params.vm_id)
         session = self.sessions.setdefault(params.vm_id, SimSession())
         if not session.serving:
             raise FailedPrecondition("the storage daemon was lost: RecoverVmBackend first")
@@ -306,12 +309,25 @@ class SimStord:
         self.sessions[vm_id].serving = False
         self.sessions[vm_id].losses += 1
 
+    def reboot(self) -> None:
+        """No storage daemon is left; what was attached is recorded, and void."""
+        for session in self.sessions.values():
+            session.void, session.serving = True, False
+
+    def _forget(self, vm_id: str) -> None:
+        for uid in self.sessions.pop(vm_id).attachments:
+            self.volumes[uid].readers.discard(vm_id)
+            if self.volumes[uid].attached_to == vm_id:
+                self.volumes[uid].attached_to = ""
+
     def _is_restarting(self, session: SimSession) -> bool:
         return session.serving and self.now() < session.restarting_until
 
     def _state(self, session: SimSession) -> stord.BackendState:
         if self._is_restarting(session):
             return stord.BackendState.RESTARTING
+        if session.void:
+            return stord.BackendState.ABSENT
         return stord.BackendState.SERVING if session.serving else stord.BackendState.LOST
 
     # --- snapshots

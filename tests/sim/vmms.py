@@ -61,6 +61,7 @@ class SimProcess:
     frozen: bool = False
     memory_of: str = ""  # the snapshot that it has read and not run from yet
     runs: int = 0  # how often its vCPUs began to run
+    boot_id: str = ""
 
     @property
     def record(self) -> WorkerRecord:
@@ -68,7 +69,7 @@ class SimProcess:
             worker_id=self.config.worker_id,
             pid=self.pid,
             start_time=self.pid * 10,
-            boot_id="sim",
+            boot_id=self.boot_id,
             executable="/sim/vmm",
         )
 
@@ -86,7 +87,9 @@ class SimHost:
         self.stord.vcpus_run = self.vcpus_run
         self.stord.guest_has = self.guest_has
         self.nwd.guest_has = self.guest_has_nic
+        self.boot_id = "boot-1"
         self.dirs: set[str] = set()
+        self.runtime: set[str] = set()  # those under /run
         self.seeds: dict[str, str] = {}  # vm uid -> host key
         self.keys_made = 0
         self.consoles: set[str] = set()
@@ -103,6 +106,7 @@ class SimHost:
         self.no_saves = False  # no VMM here can save
         self.now: Callable[[], float] = lambda: 0.0
         self.spawned = 0
+        self._pids = 0  # begin anew with each boot
         self.two_phases = 0.5  # how likely a VMM is one that starts empty
 
     # --- what happens by itself
@@ -137,6 +141,23 @@ class SimHost:
             self.remains.add(process.vm_uid)
             self.exits.notify(str(process.pid))
 
+    def reboot(self, boot_id: str) -> None:
+        """The machine boots: no process, nothing under /run, no namespace, no cgroup is left."""
+        self.boot_id = boot_id
+        self.processes, self._pids = {}, 0
+        self.exits.notify_all()
+        self.runtime.clear()
+        self.remains.clear()
+        self.consoles.clear()
+        self.stord.reboot()
+        self.nwd.reboot()
+
+    def recorded(self, record: WorkerRecord) -> SimProcess | None:
+        """Return the process that a record is about, dead or alive; None where it never can be."""
+        process = self.processes.get(record.pid)
+        same = process is not None and process.record == record
+        return process if same else None
+
     def power_off(self, process: SimProcess) -> None:
         """The guest powers itself off; the VMM stays."""
         if process.alive and process.state is VmmState.RUNNING:
@@ -169,10 +190,12 @@ class SimHost:
             self.violate(f"I7: VMM {config.worker_id} started without a recorded intent")
         self._check_parts(request)
         self.spawned += 1
-        pid = 1000 + self.spawned
+        self._pids += 1
+        pid = 1000 + self._pids
         disks = {disk.id: _volume(disk) for disk in config.disks if disk.kind == "vhost-user-blk"}
         nics = {nic.id for nic in config.nics}
         process = SimProcess(pid, uid, config, obedient, disks=disks, nics=nics)
+        process.boot_id = self.boot_id
         process.cpus, process.memory_bytes = config.cpus, config.memory_bytes
         self.processes[pid] = process
         return process.record
@@ -189,9 +212,9 @@ class SimHost:
             if session is None or volume not in session.attachments:
                 self.violate(f"{uid} started with a disk {volume} that is not attached")
         for nic in config.nics:
-            if nic.id not in self.nwd.nics:
+            if nic.id not in self.nwd.nics or self.nwd.nics[nic.id].absent:
                 self.violate(f"{uid} started with a NIC {nic.id} that is not there")
-        if uid not in self.dirs:
+        if uid not in self.dirs or uid not in self.runtime:
             self.violate(f"{uid} started without its directories")
 
     def monitor(self, vm_uid: str) -> SimProcess:
@@ -358,7 +381,11 @@ class SimVmms:
         return VmmSelection(name="fake", accelerator="", version="1", reason="simulation")
 
     async def prepare(self, vm: VmHandle) -> None:
-        await self._do("prepare", lambda: self._host.dirs.add(vm.uid))
+        def effect() -> None:
+            self._host.dirs.add(vm.uid)
+            self._host.runtime.add(vm.uid)
+
+        await self._do("prepare", effect)
 
     async def spawn(self, request: SpawnRequest) -> WorkerRecord:
         obedient = self._chaos.random.random() < 0.7
@@ -396,7 +423,8 @@ class SimVmms:
 
     async def verify(self, record: WorkerRecord) -> AdoptVerdict:
         def look() -> AdoptVerdict:
-            alive = self._host.processes[record.pid].alive
+            process = self._host.recorded(record)
+            alive = process is not None and process.alive
             return AdoptVerdict.ALIVE if alive else AdoptVerdict.GONE
 
         verdict = await self._do("verify", look, False)
@@ -522,8 +550,8 @@ class SimVmms:
 
     async def signal(self, record: WorkerRecord, number: signal.Signals) -> None:
         def effect() -> None:
-            process = self._host.processes[record.pid]
-            if number is signal.SIGKILL or process.obedient:
+            process = self._host.recorded(record)
+            if process is not None and (number is signal.SIGKILL or process.obedient):
                 self._host.die(process)
 
         await self._do("signal", effect)
@@ -531,7 +559,8 @@ class SimVmms:
     async def wait_gone(self, record: WorkerRecord) -> None:
         self._chaos.check(self._life)
         exited = self._host.exits.event(str(record.pid))
-        if self._host.processes[record.pid].alive:
+        process = self._host.recorded(record)
+        if process is not None and process.alive:
             await exited.wait()
         self._chaos.check(self._life)
 
@@ -548,6 +577,7 @@ class SimVmms:
             if self._host.vmm_alive(vm.uid):
                 self._host.violate(f"{vm.uid} was removed while its VMM lives")
             self._host.dirs.discard(vm.uid)
+            self._host.runtime.discard(vm.uid)
 
         await self._do("remove", effect)
 

@@ -8,7 +8,6 @@ of the port; the worker decides what that means.
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from typing import assert_never
 
 import anyio
@@ -19,27 +18,22 @@ from chv.agent.context import Context
 from chv.agent.ports import WORKER_KIND, SeedNic, SeedRequest, SpawnRequest, VmHandle
 from chv.agent.records import (
     Change,
-    Ending,
-    EndKind,
     PutFacts,
     PutWorker,
     StoredObject,
     WorkerRow,
 )
-from chv.agent.vm import holding, model, plugging, rebuilding, restoring, steps
+from chv.agent.vm import holding, model, plugging, rebuilding, restoring, steps, stopping
 from chv.agent.vm.config import Parts, served_disks, vmm_config
 from chv.agent.vm.desired import desired_vm, facts_of, handle_of, same_wish, vm_of
 from chv.agent.vm.disks import Asker, attach, detach
 from chv.agent.vm.ending import forget_worker
-from chv.agent.vm.exits import ASKED_FOR
 from chv.agent.vm.journal import NAMES, title
-from chv.agent.vm.ladder import Ladder
 from chv.agent.vm.nics import attach_request, hostname_of
 from chv.agent.vm.observe import Memory, Sight, observe
 from chv.agent.vm.restarting import restart_storage
 from chv.common.errors import Conflict, FailedPrecondition, NotFound
 from chv.common.failpoint import failpoint
-from chv.common.quantity import parse_duration_s
 from chv.common.wire import nwd, stord
 from chv.common.wire.resources import CloudInitSpec, VirtualMachine
 
@@ -350,6 +344,7 @@ class Applier:
             config=vmm_config(vm_of(stored), self._desired, parts, world.layout),
             generation=stored.resource.metadata.generation,
             spec=vm_of(stored).spec,
+            boot_id=world.boot_id,
         )
 
     async def _adopt(self) -> None:
@@ -394,23 +389,7 @@ class Applier:
         record = self._sight.record
         if record is None:
             raise Conflict("the process to stop is not there", resource=self._uid)
-        drained = step.kind is EndKind.DRAIN
-        node = self._context.ledger.tables.node
-        reason = node.who if drained else facts_of(self._stored).stop_reason
-        asked = Ending(kind=step.kind, reason=reason)
-        ending = asked if step.kind in ASKED_FOR else self._row.ending or asked
-        await self._put_worker(ending=ending, record=record)
-        timeout_s = parse_duration_s(self._vm.spec.shutdown_timeout, field="spec.shutdownTimeout")
-        world, resume = self._context.world, partial(holding.run_on, self._context, self._handle)
-        ladder = Ladder(world.vmm, world.clock, self._handle, record, resume)
-        rung = await ladder.walk(timeout_s, lambda: not step.ask or self._forced)
-        await self._put_worker(ending=_replace(ending, rung=rung))
-        await self._context.operations.note(self._uid, f"stopped by {rung}")
-
-    @property
-    def _forced(self) -> bool:
-        stored = self._context.stored(self._uid)
-        return stored is not None and facts_of(stored).force_stop
+        await stopping.stop(self._context, self._uid, record, step)
 
     async def _detach_volume(self, volume_uid: str) -> None:
         await detach(self._context, self._uid, volume_uid, self._operation_id)

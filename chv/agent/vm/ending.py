@@ -9,6 +9,7 @@ import msgspec
 
 from chv.agent.context import Context
 from chv.agent.generations import Author
+from chv.agent.moments import Moment
 from chv.agent.operations import SYSTEM
 from chv.agent.records import (
     Change,
@@ -19,9 +20,11 @@ from chv.agent.records import (
     RemoveWorker,
     StoredObject,
     VmFacts,
+    WorkerRow,
 )
+from chv.agent.vm.crashes import ASKED_FOR, crashes_after
 from chv.agent.vm.desired import facts_of, vm_of
-from chv.agent.vm.exits import ASKED_FOR, Consequence, Follow, consequence, facts_after
+from chv.agent.vm.exits import Consequence, Follow, consequence, facts_after
 from chv.agent.vm.observe import Memory
 from chv.common.errors import Conflict
 from chv.common.wire.agent import OperationState
@@ -36,16 +39,25 @@ async def forget_worker(context: Context, uid: str, memory: Memory) -> None:
         stored, row = tables.objects.get(uid), tables.workers.get(uid)
         if stored is None or row is None:
             raise Conflict("there is nothing to forget", resource=uid)
-        kind = EndKind.CRASH if row.record is not None else EndKind.SPAWN_FAILED
-        ending = _of_restore(facts_of(stored), row.ending or Ending(kind=kind))
-        follow = _follow(context, stored, ending, memory)
-        facts = facts_after(facts_of(stored), ending, follow.follow, context.now())
+        ending = row.ending or Ending(kind=_unasked(context, row))
+        ending = _of_restore(facts_of(stored), ending)
+        crashes = _crashes(context, stored, ending)
+        follow = _follow(context, stored, ending, len(crashes))
+        facts = facts_after(facts_of(stored), ending, follow, crashes, context.now())
         changes: list[Change] = [RemoveWorker(vm_uid=uid), PutFacts(uid=uid, facts=facts)]
         if follow.follow is Follow.HALT:
             changes = [RemoveWorker(vm_uid=uid), _halted(context, stored, facts)]
         changes += _told(context, stored, facts, follow)
         await context.ledger.commit_held(*changes)
-        _remember(context, memory, follow)
+        memory.recovery_failures = 0
+
+
+def _unasked(context: Context, row: WorkerRow) -> EndKind:
+    """Return what an end is that nobody has recorded: a process of another boot is no crash."""
+    began = row.record.boot_id if row.record is not None else row.boot_id
+    if began and began != context.world.boot_id:
+        return EndKind.HOST_REBOOT
+    return EndKind.CRASH if row.record is not None else EndKind.SPAWN_FAILED
 
 
 def _of_restore(facts: VmFacts, ending: Ending) -> Ending:
@@ -53,20 +65,23 @@ def _of_restore(facts: VmFacts, ending: Ending) -> Ending:
     request = facts.restore
     if request is None or not request.disks_touched or request.resuming:
         return ending
-    if ending.kind in ASKED_FOR or ending.kind is EndKind.RESTORE_FAILED:
+    if ending.kind in ASKED_FOR or ending.kind in (EndKind.RESTORE_FAILED, EndKind.HOST_REBOOT):
         return ending
     return Ending(kind=EndKind.RESTORE_FAILED, reason=f"the VMM ended ({ending.kind.value})")
 
 
-def _follow(context: Context, stored: StoredObject, ending: Ending, memory: Memory) -> Consequence:
-    """Decide, counting this end among the crashes where nobody asked for it."""
-    limits, now = context.world.limits, context.world.clock.monotonic()
-    recent = [at for at in memory.crashes if now - at <= limits.restart_window_s]
-    memory.crashes = recent if ending.kind in ASKED_FOR else [*recent, now]
+def _crashes(context: Context, stored: StoredObject, ending: Ending) -> tuple[Moment, ...]:
+    """Return the crashes that count, this end among them where nobody asked for it."""
+    limits, now = context.world.limits, context.world.moment()
+    facts = facts_of(stored)
+    return crashes_after(facts, ending.kind, now, limits.restart_window_s, limits.restarts_max)
+
+
+def _follow(context: Context, stored: StoredObject, ending: Ending, crashes: int) -> Consequence:
     strategy = vm_of(stored).spec.run_strategy
     if stored.deleting:
         strategy = RunStrategy.HALTED
-    return consequence(ending.kind, strategy, len(memory.crashes), limits.restarts_max)
+    return consequence(ending.kind, strategy, crashes, context.world.limits.restarts_max)
 
 
 def _halted(context: Context, stored: StoredObject, facts: VmFacts) -> PutObject:
@@ -101,9 +116,3 @@ def _told(
     repaired = operation.verb == "reconcile" and follow.follow is Follow.HALT
     state = OperationState.SUCCEEDED if repaired else OperationState.FAILED
     return context.operations.ending(operation, state, facts.given_up or facts.last_stop)
-
-
-def _remember(context: Context, memory: Memory, follow: Consequence) -> None:
-    now = context.world.clock.monotonic()
-    memory.start_not_before = now + follow.delay_s
-    memory.recovery_failures = 0

@@ -7,20 +7,12 @@ from enum import Enum
 
 import msgspec
 
+from chv.agent.moments import Moment
 from chv.agent.records import Ending, EndKind, RestoreRequest, VmFacts
+from chv.agent.vm.crashes import ASKED_FOR
 from chv.common.wire.resources import RunStrategy
 
 BACKOFF_S_MAX = 60.0
-ASKED_FOR = frozenset(
-    {
-        EndKind.STOP,
-        EndKind.DRAIN,
-        EndKind.RESTART,
-        EndKind.RESTORE,
-        EndKind.REBUILD,
-        EndKind.DELETE,
-    }
-)
 
 
 class Follow(Enum):
@@ -55,6 +47,8 @@ def consequence(
         return Consequence(Follow.HALT)
     if strategy is RunStrategy.MANUAL:
         return Consequence(Follow.REST)
+    if kind is EndKind.HOST_REBOOT:
+        return Consequence(Follow.RESTART)
     if crashes > restarts_max:
         return Consequence(Follow.GIVE_UP)
     return Consequence(Follow.RESTART, _delay_s(crashes))
@@ -65,8 +59,11 @@ def _delay_s(crashes: int) -> float:
     return 0.0 if crashes <= 1 else float(min(BACKOFF_S_MAX, 2 ** (crashes - 2)))
 
 
-def facts_after(facts: VmFacts, ending: Ending, follow: Follow, moment: str) -> VmFacts:
-    """Return the facts after the end of the VMM."""
+def facts_after(
+    facts: VmFacts, ending: Ending, follows: Consequence, crashes: tuple[Moment, ...], moment: str
+) -> VmFacts:
+    """Return the facts after the end of the VMM; `crashes` with this one, where it is one."""
+    follow = follows.follow
     restarted = follow is Follow.RESTART or ending.kind is EndKind.RESTART
     given_up = facts.given_up
     if ending.kind is EndKind.RESTORE_FAILED:
@@ -86,6 +83,8 @@ def facts_after(facts: VmFacts, ending: Ending, follow: Follow, moment: str) -> 
         given_up=given_up,
         restarts=facts.restarts + (1 if restarted else 0),
         last_stop=describe(ending, moment),
+        crashes=crashes,
+        backoff_s=follows.delay_s,
     )
 
 
@@ -114,6 +113,7 @@ def describe(ending: Ending, moment: str) -> str:
         EndKind.SPAWN_FAILED: "SpawnFailed: the VMM could not be started",
         EndKind.RESTORE_FAILED: "RestoreFailed: its VMM did not take the snapshot",
         EndKind.STORAGE_LOST: "StorageLost: its disks could not be brought back",
+        EndKind.HOST_REBOOT: "HostReboot: the host booted while it ran",
     }
     reason = f" ({ending.reason})" if ending.reason else ""
     return f"{moment} {words[ending.kind]}{_how(ending)}{reason}"
@@ -121,8 +121,9 @@ def describe(ending: Ending, moment: str) -> str:
 
 def _how(ending: Ending) -> str:
     """Return the rung in words: a VMM that quits after its guest is off is nothing to tell."""
-    if not ending.rung or (ending.kind is EndKind.GUEST_SHUTDOWN and ending.rung == "quit"):
+    rung = ending.rung or ending.tried  # an agent that was killed did not see it work
+    if not rung or (ending.kind is EndKind.GUEST_SHUTDOWN and rung == "quit"):
         return ""
     if ending.kind in ASKED_FOR:
-        return f" by {ending.rung}"
-    return f"; its VMM was ended by {ending.rung}"
+        return f" by {rung}"
+    return f"; its VMM was ended by {rung}"

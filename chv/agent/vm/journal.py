@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chv.agent.vm import steps
+from chv.agent.vm.ladder import Rung
 
 # The journal's name of each step; `agent.vm.<name>.before` and `.after` are failpoints.
 NAMES: dict[type[steps.Step], str] = {
@@ -60,6 +61,7 @@ FAILPOINTS = (
     "agent.vm.freeze.before",
     "agent.vm.freeze.after",
     "agent.vm.freeze.thawed",
+    *(f"agent.vm.stop_{rung.value}.before" for rung in Rung),
 )
 
 

@@ -1,14 +1,17 @@
 """The stop ladder: resume if paused, ask by the ACPI button, TERM, KILL, under one deadline.
 
 The button is pressed again every few seconds, since a guest that still boots ignores it. The
-last seconds of the deadline belong to TERM and KILL. Returns the rung that worked. The wait can
-be cut short by `forced`. Fails with DeadlineExceeded where even KILL leaves a process.
+last seconds of the deadline belong to TERM and KILL. Whoever walks on after an earlier walk was
+cut short gives the time that it has spent: rungs whose time is over are left out. Returns the
+rung that worked. The wait can be cut short by `forced`. Fails with DeadlineExceeded where even
+KILL leaves a process.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Awaitable, Callable
+from enum import StrEnum
 
 import anyio
 
@@ -27,8 +30,17 @@ TERM_S_MAX = 3.0  # reserved for TERM before KILL
 KILL_S = 10.0  # a process in the kernel's hands may take that long to vanish
 
 
+class Rung(StrEnum):
+    """What ends a VMM, in the order in which it is tried."""
+
+    ACPI = "acpi"  # the guest obeyed the button, also where the VMM was then told to quit
+    QUIT = "quit"  # the guest was off, and the VMM ended when told
+    TERM = "term"
+    KILL = "kill"
+
+
 class Ladder:
-    """One walk down the ladder for one VMM; `resume` lets its vCPUs run."""
+    """One walk down the ladder for one VMM; `resume` lets its vCPUs run, `begin` notes a rung."""
 
     def __init__(
         self,
@@ -37,29 +49,37 @@ class Ladder:
         vm: VmHandle,
         record: WorkerRecord,
         resume: Callable[[], Awaitable[None]],
+        begin: Callable[[Rung], Awaitable[None]],
     ) -> None:
         self._port = port
         self._clock = clock
         self._vm = vm
         self._record = record
         self._resume = resume
+        self._begin = begin
 
-    async def walk(self, timeout_s: float, forced: Callable[[], bool]) -> str:
+    async def walk(self, timeout_s: float, spent_s: float, forced: Callable[[], bool]) -> Rung:
         """End the VMM; return the rung that did it. `forced` skips the question."""
         term_s = min(TERM_S_MAX, timeout_s / 3)
-        deadline = self._clock.monotonic() + timeout_s - term_s
-        if not forced() and await self._ask(deadline, forced):
-            return "acpi"
-        if await self._quit(term_s):
-            return "quit"
-        if await self._signal(signal.SIGTERM, term_s):
-            return "term"
-        if await self._signal(signal.SIGKILL, KILL_S):
-            return "kill"
+        deadline = self._clock.monotonic() + timeout_s - spent_s
+        if not forced() and await self._ask(deadline - term_s, forced):
+            return Rung.ACPI
+        if await self._guest_is_off():
+            await self._begin(Rung.QUIT)
+            if await self._quit(term_s):
+                return Rung.QUIT
+        patience_s = min(term_s, deadline - self._clock.monotonic())
+        if patience_s > 0 and await self._signal(Rung.TERM, signal.SIGTERM, patience_s):
+            return Rung.TERM
+        if await self._signal(Rung.KILL, signal.SIGKILL, KILL_S):
+            return Rung.KILL
         raise DeadlineExceeded(f"process {self._record.pid} is still there after SIGKILL")
 
     async def _ask(self, deadline: float, forced: Callable[[], bool]) -> bool:
         """Press the button until the guest is off, the time is up, or nobody wants to wait."""
+        if self._clock.monotonic() >= deadline:
+            return False
+        await self._begin(Rung.ACPI)
         await self._try("resume", self._resume_if_paused)
         pressed_at = float("-inf")
         while self._clock.monotonic() < deadline and not forced():
@@ -87,13 +107,12 @@ class Ladder:
             return False
 
     async def _quit(self, patience_s: float) -> bool:
-        """Ask the VMM, not the guest, to end; only sensible once the guest has its say."""
-        if not await self._guest_is_off():
-            return False
+        """Ask the VMM to end whose guest is off."""
         await self._try("quit", lambda: self._port.quit(self._vm))
         return await self._gone_within(patience_s)
 
-    async def _signal(self, number: signal.Signals, patience_s: float) -> bool:
+    async def _signal(self, rung: Rung, number: signal.Signals, patience_s: float) -> bool:
+        await self._begin(rung)
         await self._port.signal(self._record, number)
         return await self._gone_within(patience_s)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from chv.agent.context import Context
 from chv.agent.records import StoredObject, WorkerRow
 from chv.agent.vm.config import served_disks
+from chv.agent.vm.crashes import backoff_left_s
 from chv.agent.vm.desired import facts_of, handle_of
 from chv.agent.vm.model import (
     Backend,
@@ -47,8 +48,6 @@ SILENT = (Unavailable, DeadlineExceeded, OutcomeUnknown)
 class Memory:
     """What one agent remembers of one VM between passes; losing it costs time, not safety."""
 
-    crashes: list[float] = field(default_factory=list)
-    start_not_before: float = 0.0
     first_seen: dict[str, float] = field(default_factory=dict)  # worker id -> unbooted since
     recovery_failures: int = 0
     regrown: frozenset[str] = frozenset()  # operations that have had their disk unplugged
@@ -89,7 +88,6 @@ async def observe(
     network = await _network(context, desired)
     image = _image(context, stored, desired)
     facts = facts_of(stored)
-    now = context.world.clock.monotonic()
     return Sight(
         vm=ObservedVm(
             worker=worker,
@@ -109,7 +107,7 @@ async def observe(
             recovery_failures=memory.recovery_failures,
             regrown=memory.regrown,
             held=stored.uid in context.holding,
-            backoff_s=max(0.0, memory.start_not_before - now),
+            backoff_s=backoff_left_s(facts, context.world.moment()),
         ),
         record=process.record if process is not None else None,
         monitor=monitor,

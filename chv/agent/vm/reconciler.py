@@ -47,6 +47,7 @@ log = logs.get(__name__)
 QUEUED = Waiting(30.0)  # keeps its place in the start queue
 MEMORY_RETRY_S = 5.0  # a VM that ends wakes nobody for its memory
 QUEUES = ("Queued", "DrainQueued")
+ASKED_VERBS = ("start", "restart", "restore")
 UNSEEN = Waiting(5.0)  # a daemon did not answer: what it knows of the VM is shown soon after
 OPERATION_S = 900.0  # after so long without success an operation fails; the node goes on trying
 
@@ -91,12 +92,24 @@ class VmReconciler:
         desired = desired_vm(self._context.ledger.tables, stored)
         sight = await observe(self._context, stored, desired, self._memory)
         self._context.looked_at(self._uid)
+        self._report(desired, sight)
         steps = self._admitted(plan(desired, sight.vm))
         if desired.held and any(isinstance(step, StopStep) for step in steps):
             steps = self._drained(steps, desired, sight)
         self._accompany(sight)
         await self._show(desired, sight, steps)
         return await self._carry_out(desired, sight, steps)
+
+    def _report(self, desired: DesiredVm, sight: Sight) -> None:
+        """Let those go who wait for this one, in either order."""
+        worker = sight.vm.worker
+        if worker is None:
+            self._context.stop_order.drop(self._uid)
+        elif worker.life is Life.ALIVE and worker.booted:
+            now_s = self._context.world.clock.monotonic()
+            self._context.start_order.arrived(self._uid, now_s)
+        if not desired.running:
+            self._context.start_order.drop(self._uid)
 
     async def _carry_out(self, desired: DesiredVm, sight: Sight, steps: list[Step]) -> Outcome:
         applier = Applier(self._context, desired, sight, self._memory)
@@ -108,6 +121,8 @@ class VmReconciler:
                 return Again()
             await self._apply(applier, step)
             if isinstance(step, FinishDeleteStep):
+                self._context.start_order.drop(self._uid)
+                self._context.stop_order.drop(self._uid)
                 return Gone()
         if steps:
             return Again()
@@ -146,10 +161,18 @@ class VmReconciler:
             return steps
         if not self._context.world.gate.starts_allowed():
             return [WaitStep("VMMRunning", "NodeNotReady", "the node may not start VMs now", 5.0)]
+        asked = self._is_asked_for()
+        if asked:
+            self._context.start_order.exempt(self._uid)
+        turn = self._context.start_order.turn(self._uid, self._context.world.clock.monotonic())
+        if turn is not None:
+            what = "the startDelay of " if turn.delayed else ""
+            message = f"waits for {what}{turn.whom}, position {turn.position}"
+            return [WaitStep("VMMRunning", "StartOrder", message, turn.retry_s)]
         lacking = self._lacking()
         if lacking:
             return [WaitStep("VMMRunning", "MemoryCommitted", lacking, MEMORY_RETRY_S)]
-        position = self._context.starts.enter(self._uid)
+        position = self._context.starts.enter(self._uid, first=asked)
         if position > 0:
             message = f"waits for a start slot, position {position}"
             return [WaitStep("VMMRunning", "Queued", message)]
@@ -165,14 +188,23 @@ class VmReconciler:
             return error.message
         return ""
 
+    def _is_asked_for(self) -> bool:
+        """Tell whether somebody waits for this very start: it is not held up by others."""
+        operation = self._context.operations.current(self._uid)
+        return operation is not None and operation.verb in ASKED_VERBS
+
     def _drained(self, steps: list[Step], desired: DesiredVm, sight: Sight) -> list[Step]:
         """Hold back a stop of the node's drain until its turn; till then the VM is served."""
-        position = self._context.drains.enter(self._uid)
+        turn = self._context.stop_order.turn(self._uid, self._context.world.clock.monotonic())
+        position = self._context.drains.enter(self._uid) if turn is None else turn.position
         if position == 0:
             return steps
         served = plan(replace(desired, running=True, held=""), sight.vm)
         if served and isinstance(served[-1], WaitStep):
             return served
+        if turn is not None:
+            message = f"waits until {turn.whom} has stopped, position {position}"
+            return [*served, WaitStep("VMMRunning", "StopOrder", message, turn.retry_s)]
         message = f"waits for its turn to be stopped, position {position}"
         return [*served, WaitStep("VMMRunning", "DrainQueued", message)]
 
@@ -230,6 +262,7 @@ class VmReconciler:
             await self._expire()
             return
         self._problem = str(error)
+        self._context.start_order.drop(self._uid)
         desired = desired_vm(self._context.ledger.tables, stored)
         sight = await observe(self._context, stored, desired, self._memory)
         await self._show(desired, sight, [])
@@ -301,6 +334,8 @@ class VmReconciler:
             row=self._context.ledger.tables.workers.get(self._uid),
             evidence=self._prober.evidence(),
             started_at=self._started_at,
+            now=self._context.world.moment(),
+            window_s=self._context.world.limits.restart_window_s,
             problem=self._problem,
             same_boot="+" not in self._boot,
         )

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chv.agent.conditions import condition, merge
+from chv.agent.moments import Moment
 from chv.agent.records import StoredObject, WorkerRow
+from chv.agent.vm.crashes import loop_since, next_restart
 from chv.agent.vm.desired import facts_of, vm_of
 from chv.agent.vm.model import (
     DesiredVm,
@@ -59,6 +61,8 @@ class Picture:
     row: WorkerRow | None
     evidence: Evidence
     started_at: str
+    now: Moment
+    window_s: float  # in which crashes count
     problem: str = ""  # a final error
     same_boot: bool = True  # no reset since this agent came
 
@@ -101,10 +105,21 @@ def vm_status(picture: Picture, moment: str) -> VirtualMachineStatus:
         interfaces=_interfaces(picture),
         disks=_disks(picture),
         restarts=facts.restarts,
+        next_restart_at=_next_restart(picture),
+        crash_loop_since=loop_since(facts, picture.now, picture.window_s),
         last_stop=facts.last_stop,
         ssh_host_key=facts.host_key,
         conditions=merge(earlier, _conditions(picture), metadata.generation, moment),
     )
+
+
+def _next_restart(picture: Picture) -> str:
+    """Return it where a restart is due; what was shown stays where it is still true."""
+    before = vm_of(picture.stored).status
+    if picture.alive or not picture.desired.running:
+        return ""
+    shown = before.next_restart_at if before is not None else ""
+    return next_restart(facts_of(picture.stored), picture.now, shown)
 
 
 def phase(picture: Picture) -> VmPhase:
@@ -234,7 +249,8 @@ def _not_running(picture: Picture, wait: WaitStep | None) -> Condition:
     if picture.desired.held:
         return condition("VMMRunning", False, "HeldByNode", picture.desired.held, facts.last_stop)
     if wait is not None:
-        return condition("VMMRunning", False, wait.reason, wait.message)
+        evidence = facts.last_stop if wait.reason == "BackOff" else ""
+        return condition("VMMRunning", False, wait.reason, wait.message, evidence)
     reason = "Starting" if picture.desired.running else "Stopped"
     return condition("VMMRunning", False, reason, facts.last_stop)
 

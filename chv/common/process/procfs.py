@@ -11,6 +11,8 @@ import re
 import time
 from dataclasses import dataclass
 
+from chv.common.boot import boot_id as boot_id
+
 _ID = re.compile(r"(?<![A-Za-z0-9:_-])chv(?::[A-Za-z0-9_-]+){4}(?![A-Za-z0-9:_-])")
 _DELETED = " (deleted)"
 _READ_BYTES = 65536
@@ -32,13 +34,6 @@ class ProcessStat:
     def dead(self) -> bool:
         """A zombie whose other threads still run is not dead: it holds files and memory."""
         return self.state in "ZX" and self.threads <= 1
-
-
-def boot_id() -> str:
-    """Return the id of this boot of the kernel."""
-    data = _read("/proc/sys/kernel/random/boot_id")
-    assert data is not None, "/proc is not mounted"
-    return data.decode().strip()
 
 
 def stat(pid: int) -> ProcessStat | None:

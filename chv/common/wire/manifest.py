@@ -257,7 +257,7 @@ def _hint(path: str, value: object) -> str:
     if path in _QUANTITIES and bare:
         unit = "Gi" if path == "spec.size" else "Mi"
         return f"write {value}{unit}, with its unit"
-    if path == "spec.shutdownTimeout" and bare:
+    if path in ("spec.shutdownTimeout", "spec.startDelay") and bare:
         return f"write {value}s, with its unit"
     if bare and path.startswith("metadata."):
         return f'write "{value}", in quotes'

@@ -36,6 +36,7 @@ MEMORY_BYTES_MIN = 16 << 20
 MEMORY_BYTES_MAX = 1 << 40
 MEMORY_STEP_BYTES = 128 << 20  # in which a Linux guest on x86 takes up memory
 SHUTDOWN_S_MAX = 3600.0
+START_DELAY_S_MAX = 3600.0
 
 
 def check(resource: Resource) -> None:
@@ -90,6 +91,10 @@ def _check_vm(spec: VirtualMachineSpec) -> None:
             f"{shown(spec.shutdown_timeout)} is out of range",
             field="spec.shutdownTimeout",
             hint="1s to 1h",
+        )
+    if parse_duration_s(spec.start_delay, field="spec.startDelay") > START_DELAY_S_MAX:
+        raise InvalidArgument(
+            f"{shown(spec.start_delay)} is out of range", field="spec.startDelay", hint="0s to 1h"
         )
     if not spec.boot.image and not spec.disks:
         raise InvalidArgument(

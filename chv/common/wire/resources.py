@@ -181,6 +181,7 @@ INTERFACES_MAX = 8
 SSH_KEYS_MAX = 32
 GUEST_PORTS_MAX = 16
 CPUS_MAX = 64
+START_PRIORITY_MAX = 1000
 
 
 # --- Image
@@ -232,6 +233,7 @@ class ImageStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     initramfs: ArtifactStatus | None = None
     disk: ArtifactStatus | None = None
     progress: str = ""  # of what is being fetched: `disk 40%`
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 
@@ -312,7 +314,10 @@ class CloudInitSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
 class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Desired state of a VM. Memory is always shared with the storage daemon.
 
-    On a running VM, `runStrategy`, `shutdownTimeout` and `guestPorts` change at once. `cpus`,
+    When the node starts its VMs, those of the highest `startPriority` begin; the next lower ones
+    follow when these run and `startDelay` has passed since. A drain stops them the other way
+    round. On a running VM, `runStrategy`, `shutdownTimeout`, `startPriority`, `startDelay` and
+    `guestPorts` change at once. `cpus`,
     `memory`, their maxima, `boot.cmdline` and `cloudInit` are stored and take effect at the next
     start; until then the condition `RestartRequired` is True and names them, and `status.vmm` shows
     what runs. Where `maxCpus` or `maxMemory` leaves room, `cpus` changes and `memory` grows in
@@ -339,6 +344,8 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
         default_factory=lambda: [22]
     )
     shutdown_timeout: Duration = "30s"
+    start_priority: Annotated[int, Meta(ge=-START_PRIORITY_MAX, le=START_PRIORITY_MAX)] = 0
+    start_delay: Duration = "0s"
 
 
 class VmPhase(StrEnum):
@@ -407,8 +414,11 @@ class VirtualMachineStatus(Struct, kw_only=True, frozen=True, omit_defaults=True
     interfaces: list[InterfaceStatus] = []
     disks: list[DiskStatus] = []
     restarts: int = 0
+    next_restart_at: str = ""  # while it waits for its restart after a crash
+    crash_loop_since: str = ""  # the first crash, while there were several within the window
     last_stop: str = ""  # how and why the VM stopped last, with the rung of the stop ladder
     ssh_host_key: str = ""
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 
@@ -495,6 +505,7 @@ class VirtualMachineSnapshotStatus(Struct, kw_only=True, frozen=True, omit_defau
     volumes: list[SnapshotPartStatus] = []
     spec: VirtualMachineSpec | None = None
     progress: str = ""
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 

@@ -63,7 +63,8 @@ def test_facts_after_an_end_hold_no_fulfilled_request() -> None:
         force_stop=True,
         started=True,
     )
-    after = facts_after(facts, Ending(kind=EndKind.RESTART, rung="term"), Follow.AS_WANTED, "now")
+    ending = Ending(kind=EndKind.RESTART, rung="term")
+    after = facts_after(facts, ending, Consequence(Follow.AS_WANTED), (), "now")
     assert (after.replace_worker, after.reset_request, after.force_stop) == ("", "", False)
     assert after.storage_request == ""
     assert after.started
