@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from chv.common.errors import InvalidArgument
@@ -19,6 +20,7 @@ SOCKET_PATH_BYTES_MAX = 107
 UID_BASE = 1_900_000_000
 UID_BLOCK_SIZE = 100_000
 UID_BLOCKS = 2_400
+NETWORKS_KEPT_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Layout:
             )
 
     # --- /run: gone after a reboot
-    @property
+    @cached_property
     def run(self) -> Path:
         """0711 root."""
         return self.run_root / self.instance
@@ -83,7 +85,7 @@ class Layout:
 
     def network_run(self, network_uid: str) -> Path:
         """Return the directory of a network's dnsmasq files."""
-        return self.run / "net" / short_uid(network_uid)
+        return _network_run(self.run, network_uid)
 
     # --- /var/lib: outlives a reboot
     @property
@@ -216,6 +218,11 @@ class Layout:
     def tools_uid(self) -> int:
         """Return the uid (and gid) under which stord runs qemu-img on detached volumes."""
         return self.uid_block + UID_BLOCK_SIZE - 2
+
+
+@lru_cache(NETWORKS_KEPT_MAX)  # asked a dozen times in each attach of a NIC
+def _network_run(run: Path, network_uid: str) -> Path:
+    return run / "net" / short_uid(network_uid)
 
 
 def check_socket_path(path: Path) -> Path:

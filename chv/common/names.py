@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import lru_cache
 
 from chv.common.errors import InvalidArgument
 
@@ -17,6 +18,7 @@ SHOWN_CHARACTERS_MAX = 40
 NAME_LENGTH_MAX = 63
 HOSTNAME_LENGTH_MAX = 253
 INTERFACE_LENGTH_MAX = 15
+PARSED_MAX = 8192  # texts that are parsed once
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
@@ -119,7 +121,7 @@ def check_cidr(value: object, *, field: str = "cidr") -> Network:
     if not isinstance(value, str) or "/" not in value or "%" in value:
         raise InvalidArgument(f"{shown(value)} is not a subnet", field=field, hint=rule)
     try:
-        loose = ipaddress.ip_interface(value)
+        loose = _interface(value)
     except ValueError as error:
         raise InvalidArgument(f"{shown(value)} is not a subnet", field=field, hint=rule) from error
     if str(loose.network) != value:
@@ -137,11 +139,21 @@ def check_address(value: object, *, field: str = "address") -> Address:
     if not isinstance(value, str) or "%" in value:
         raise InvalidArgument(f"{shown(value)} is not an address", field=field, hint=rule)
     try:
-        return ipaddress.ip_address(value)
+        return _address(value)
     except ValueError as error:
         raise InvalidArgument(
             f"{shown(value)} is not an address", field=field, hint=rule
         ) from error
+
+
+@lru_cache(PARSED_MAX)  # rules of a group are looked at several times in one change
+def _interface(text: str) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
+    return ipaddress.ip_interface(text)
+
+
+@lru_cache(PARSED_MAX)
+def _address(text: str) -> Address:
+    return ipaddress.ip_address(text)
 
 
 def _matching(value: object, pattern: str, field: str, rule: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections import defaultdict, deque
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +50,7 @@ RETRY_S = 0.05
 STOP_GRACE_S = 1.0
 MEMORY_BYTES_MAX = 128 << 20
 PROGRAMS_KEPT_MAX = 8
+PROGRAM_KEPT_S = 2.0
 LOG_BYTES_MAX = 1 << 20
 _SIGHUP_BIT = 1 << (signal.SIGHUP - 1)
 _BOUND = (" 00000000:0043 ", ":0035 ")  # DHCP and DNS in /proc/PID/net/udp
@@ -261,11 +263,16 @@ def _listens(pid: int) -> bool:
 
 def _program() -> str:
     """Tell one dnsmasq program from the next that is put in its place; empty: there is none."""
-    path = shutil.which(dnsmasq.PROGRAM)
+    path = _path(int(time.monotonic() / PROGRAM_KEPT_S))
     if path is None:
         return ""
     status = os.stat(path)  # noqa: PTH116  asked in every pass
     return _mark(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(1)  # nine directories to look into; whatever is put before it is seen soon
+def _path(_moment: int) -> str | None:
+    return shutil.which(dnsmasq.PROGRAM)
 
 
 @lru_cache(PROGRAMS_KEPT_MAX)

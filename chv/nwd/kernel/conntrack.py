@@ -111,7 +111,7 @@ def count(asker: socket.socket) -> int:
     """Return how many connections are tracked in the namespace of a socket for netfilter."""
     with translated("counting connections"):
         body = netlink.ask(asker, netlink.message(_GET_STATISTICS, 0, _ALL))[0]
-    found = dict(netlink.attributes(body, _FAMILY.size))
+    found = netlink.table(body, _FAMILY.size)
     return int.from_bytes(found[_ENTRIES], "big")
 
 
@@ -160,7 +160,7 @@ def _nested(kind: int, payload: bytes) -> bytes:
 
 
 def _connection(body: bytes) -> Connection:
-    parts = dict(netlink.attributes(body, _FAMILY.size))
+    parts = netlink.table(body, _FAMILY.size)
     original, reply = _way(parts.get(_TUPLE_ORIGINAL, b"")), _way(parts.get(_TUPLE_REPLY, b""))
     status = int(struct.unpack("!I", parts.get(_STATUS, bytes(4)))[0])
     handle = netlink.attribute(_TUPLE_ORIGINAL | _NESTED, parts.get(_TUPLE_ORIGINAL, b""))
@@ -183,9 +183,9 @@ def _connection(body: bytes) -> Connection:
 
 
 def _way(data: bytes) -> _Way:
-    nested = dict(netlink.attributes(data))
-    ip = dict(netlink.attributes(nested.get(_TUPLE_IP, b"")))
-    protocol = dict(netlink.attributes(nested.get(_TUPLE_PROTOCOL, b"")))
+    nested = netlink.table(data)
+    ip = netlink.table(nested.get(_TUPLE_IP, b""))
+    protocol = netlink.table(nested.get(_TUPLE_PROTOCOL, b""))
     return _Way(
         source=_address(ip, _SOURCES),
         target=_address(ip, _TARGETS),

@@ -34,7 +34,7 @@ def read(link: int = 0) -> dict[int, frozenset[str]]:
 
 def _parse(body: bytes) -> tuple[int, str]:
     family, length, _, _, index = _BODY.unpack_from(body)
-    found = dict(netlink.attributes(body, _BODY.size))
+    found = netlink.table(body, _BODY.size)
     # A peer's address stands in IFA_ADDRESS; the link's own one in IFA_LOCAL.
     packed = found.get(_LOCAL) or found[_ADDRESS]
     is_v6 = family == socket.AF_INET6

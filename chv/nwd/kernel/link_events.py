@@ -191,8 +191,8 @@ def _link(body: bytes, *, gone: bool) -> News | None:
         return LinkNews(links.parse(body), gone)
     if family != socket.AF_BRIDGE or gone:  # a port that leaves its bridge is told of as a link
         return None
-    found = dict(netlink.attributes(body, _INFO.size))
-    port = dict(netlink.attributes(found.get(_PROTINFO, b"")))
+    found = netlink.table(body, _INFO.size)
+    port = netlink.table(found.get(_PROTINFO, b""))
     if _ISOLATED not in port or _IFNAME not in found:
         return None
     name = found[_IFNAME].split(b"\0", 1)[0].decode(errors="replace")
@@ -201,7 +201,7 @@ def _link(body: bytes, *, gone: bool) -> News | None:
 
 def _address(body: bytes, *, gone: bool) -> AddressNews | None:
     family, length, _, _, index = _IP.unpack_from(body)
-    found = dict(netlink.attributes(body, _IP.size))
+    found = netlink.table(body, _IP.size)
     packed = found.get(_IP_LOCAL) or found.get(_IP_ADDRESS, b"")
     if family == socket.AF_INET and len(packed) == 4:
         return AddressNews(index, f"{socket.inet_ntoa(packed)}/{length}", gone)
@@ -211,7 +211,7 @@ def _address(body: bytes, *, gone: bool) -> AddressNews | None:
 
 
 def _settings(body: bytes) -> ForwardingNews | None:
-    found = dict(netlink.attributes(body, 4))
+    found = netlink.table(body, 4)
     if found.get(_SETTING_LINK) != struct.pack("=i", _ALL_LINKS):
         return None
     forwarding = found.get(_SETTING_FORWARDING, b"")

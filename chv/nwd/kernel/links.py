@@ -67,7 +67,7 @@ def counters(names: Iterable[str]) -> dict[str, Counters]:
             wanted = netlink.attribute(_IFNAME, name.encode() + b"\0")
             body = _get(ask, netlink.message(_RTM_GETLINK, 0, _INFO.pack(0, 0, 0, 0, 0) + wanted))
             if body is not None:
-                attributes = dict(netlink.attributes(body, _INFO.size))
+                attributes = netlink.table(body, _INFO.size)
                 found[name] = _counters(attributes[_STATS64])
     return found
 
@@ -137,12 +137,12 @@ _PARSED: dict[bytes, Link] = {}
 
 def _parse(body: bytes) -> Link:
     _, _, index, flags, _ = _INFO.unpack_from(body)
-    found = dict(netlink.attributes(body, _INFO.size))
-    information = dict(netlink.attributes(found.get(_LINKINFO, b"")))
+    found = netlink.table(body, _INFO.size)
+    information = netlink.table(found.get(_LINKINFO, b""))
     kind = _text(information.get(_INFO_KIND, b""))
     is_port = _text(information.get(_INFO_SLAVE_KIND, b"")) == "bridge"
-    port = dict(netlink.attributes(information.get(_INFO_SLAVE_DATA, b""))) if is_port else {}
-    data = dict(netlink.attributes(information.get(_INFO_DATA, b""))) if kind == "tun" else {}
+    port = netlink.table(information.get(_INFO_SLAVE_DATA, b"")) if is_port else {}
+    data = netlink.table(information.get(_INFO_DATA, b"")) if kind == "tun" else {}
     owner = _number(data.get(_TUN_OWNER, b""), _NO_OWNER)
     return Link(
         index=index,

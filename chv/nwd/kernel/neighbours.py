@@ -71,6 +71,6 @@ def _parse(body: bytes, link: int) -> Iterable[str]:
     family, index, _, flags, _ = _BODY.unpack_from(body)
     if family != socket.AF_INET6 or index != link or not flags & _PROXY:
         return
-    target = dict(netlink.attributes(body, _BODY.size)).get(_TARGET, b"")
+    target = netlink.table(body, _BODY.size).get(_TARGET, b"")
     if len(target) == 16:
         yield socket.inet_ntop(socket.AF_INET6, target)  # as str() writes it, in no time

@@ -68,6 +68,20 @@ def attributes(data: bytes, offset: int = 0) -> Iterator[tuple[int, bytes]]:
         offset += (length + 3) & ~3
 
 
+def table(data: bytes, offset: int = 0) -> dict[int, bytes]:
+    """Return the attributes by kind; of several of one kind the last."""
+    # As above, in one go: a link has sixty, and each attach of a NIC looks at several links.
+    found: dict[int, bytes] = {}
+    last, unpack, size = len(data) - _ATTRIBUTE.size, _ATTRIBUTE.unpack_from, _ATTRIBUTE.size
+    while offset <= last:
+        length, kind = unpack(data, offset)
+        if length < size:
+            break
+        found[kind & _TYPE_MASK] = data[offset + size : offset + length]
+        offset += (length + 3) & ~3
+    return found
+
+
 def ask(netlink: socket.socket, request: bytes) -> list[bytes]:
     """Send one request and return the bodies of the answer; OSError for the kernel's refusal.
 

@@ -62,7 +62,7 @@ class _Outcome(Generic[T]):
 
 def path_of(name: str) -> str:
     """Return the path by which a namespace is entered."""
-    return str(ROOT / name)
+    return f"{ROOT}/{name}"
 
 
 def presence(name: str) -> Presence:

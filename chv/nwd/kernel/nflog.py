@@ -79,7 +79,7 @@ def parse(data: bytes) -> Iterator[Logged]:
     for kind, _, body in netlink.messages(data):
         if kind != _PACKET:
             continue
-        found = dict(netlink.attributes(body, _GENERIC.size))
+        found = netlink.table(body, _GENERIC.size)
         yield Logged(
             prefix=found.get(_PREFIX, b"").split(b"\0", 1)[0].decode("ascii", "replace"),
             packet=found.get(_PAYLOAD, b""),

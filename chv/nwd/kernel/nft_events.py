@@ -59,6 +59,6 @@ def parse(data: bytes) -> list[int]:
     found: list[int] = []
     for kind, _, body in netlink.messages(data):
         if kind == _NEW_GENERATION:
-            number = dict(netlink.attributes(body, _GENERIC_BYTES)).get(_ID, b"")
+            number = netlink.table(body, _GENERIC_BYTES).get(_ID, b"")
             found += struct.unpack("!I", number) if len(number) == 4 else ()
     return found

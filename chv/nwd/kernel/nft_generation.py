@@ -34,7 +34,7 @@ def read_from(asker: socket.socket) -> int:
     """Return the generation in the namespace of a socket; one user at a time."""
     with translated("reading the nft generation"):
         answer = netlink.ask(asker, _REQUEST)[0]
-        found = dict(netlink.attributes(answer, len(_FAMILY)))
+        found = netlink.table(answer, len(_FAMILY))
         if _NFTA_GEN_ID not in found:
             raise OSError(errno.EPROTO, "no generation in the answer")
         return int(struct.unpack("!I", found[_NFTA_GEN_ID])[0])

@@ -75,7 +75,7 @@ def _of(
 
 def _dump(asker: socket.socket, kind: int) -> Iterator[tuple[str, dict[int, bytes]]]:
     for body in netlink.ask(asker, netlink.message(kind, netlink.DUMP, _ANY)):
-        found = dict(netlink.attributes(body, len(_ANY)))
+        found = netlink.table(body, len(_ANY))
         yield _FAMILIES.get(body[0], str(body[0])), found
 
 

@@ -98,7 +98,7 @@ def parse(data: bytes) -> Iterator[Event]:
     """Yield the events of a buffer."""
     for kind, _, body in netlink.messages(data):
         if kind == _TRACE:
-            event = _event(dict(netlink.attributes(body, _GENERIC_BYTES)))
+            event = _event(netlink.table(body, _GENERIC_BYTES))
             if event is not None:
                 yield event
 
@@ -107,7 +107,7 @@ def _event(found: dict[int, bytes]) -> Event | None:
     kind = _KINDS.get(_number(found.get(_TYPE, b"")))
     if kind is None:
         return None
-    verdict = dict(netlink.attributes(found.get(_VERDICT, b"")))
+    verdict = netlink.table(found.get(_VERDICT, b""))
     code = _POLICY if kind is Kind.POLICY else _CODE
     text = found.get(_POLICY, b"") if kind is Kind.POLICY else verdict.get(code, b"")
     return Event(

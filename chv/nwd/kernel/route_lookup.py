@@ -51,7 +51,7 @@ def _words(body: bytes, names: dict[int, str]) -> str:
         return "local: an address of the network's gateway"
     if kind >= _BLACKHOLE:
         return ""
-    found = dict(netlink.attributes(body, _ROUTE.size))
+    found = netlink.table(body, _ROUTE.size)
     link = names.get(int.from_bytes(found.get(_OUT, b""), "little"), "?")
     gateway = found.get(_GATEWAY, b"") or found.get(_VIA, b"")[2:]
     via = f"via {ip_address(gateway)} " if gateway else ""

@@ -61,7 +61,7 @@ def parse(body: bytes) -> Route | None:
     family, length, _, _, table, protocol, _, kind, _ = _BODY.unpack_from(body)
     if kind != _UNICAST or table != _MAIN or family not in _ANY:
         return None
-    found = dict(netlink.attributes(body, _BODY.size))
+    found = netlink.table(body, _BODY.size)
     target = _text(family, found[_TARGET]) if _TARGET in found else _ANY[family]
     gateway = _text(family, found[_GATEWAY]) if _GATEWAY in found else ""
     link = struct.unpack("=i", found[_LINK])[0] if _LINK in found else 0

@@ -116,10 +116,10 @@ def _get_qdisc(ask: socket.socket, index: int, parent: int) -> list[bytes]:
 
 
 def _bucket(body: bytes) -> Bucket:
-    found = dict(netlink.attributes(body, _TC.size))
+    found = netlink.table(body, _TC.size)
     if found.get(_KIND, b"").rstrip(b"\0") != b"tbf":
         return FOREIGN
-    options = dict(netlink.attributes(found.get(_OPTIONS, b"")))
+    options = netlink.table(found.get(_OPTIONS, b""))
     fields = _TBF.unpack_from(options[_TBF_PARAMETERS])
     rate, limit, ticks = fields[5], fields[12], fields[13]
     if _TBF_RATE64 in options:
@@ -142,8 +142,8 @@ def _redirect(ask: socket.socket, index: int) -> int:
 
 def _targets(body: bytes) -> Iterator[int]:
     """Yield a link or 0 for a filter, nothing for the tables that u32 keeps them in."""
-    found = dict(netlink.attributes(body, _TC.size))
-    options = dict(netlink.attributes(found.get(_OPTIONS, b"")))
+    found = netlink.table(body, _TC.size)
+    options = netlink.table(found.get(_OPTIONS, b""))
     if found.get(_KIND, b"").rstrip(b"\0") != b"u32":
         yield 0
     elif options and _U32_DIVISOR not in options:
@@ -157,8 +157,8 @@ def _target(data: bytes) -> int:
     actions = [action for _, action in netlink.attributes(data)]
     if len(actions) != 1:
         return 0
-    options = dict(netlink.attributes(actions[0])).get(_ACTION_OPTIONS, b"")
-    parameters = dict(netlink.attributes(options)).get(_MIRRED_PARAMETERS, b"")
+    options = netlink.table(actions[0]).get(_ACTION_OPTIONS, b"")
+    parameters = netlink.table(options).get(_MIRRED_PARAMETERS, b"")
     if len(parameters) < _MIRRED.size:
         return 0
     *_, action, target = _MIRRED.unpack_from(parameters)
