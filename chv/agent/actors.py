@@ -129,6 +129,7 @@ class Worker:
                 self._woken = anyio.Event()
                 outcome = await self._pass()
                 if isinstance(outcome, Gone):
+                    self._context.forget(self._uid)
                     break
                 await self._rest(outcome)
             group.cancel_scope.cancel()

@@ -8,14 +8,30 @@ from chv.common.wire.resources import Condition, ConditionStatus
 
 
 def condition(
-    kind: str, value: bool | None, reason: str, message: str = "", evidence: str = ""
+    kind: str,
+    value: bool | None,
+    reason: str,
+    message: str = "",
+    evidence: str = "",
+    *,
+    at: str = "",
 ) -> Condition:
-    """Return a condition; None is Unknown. `merge` adds times and generation."""
+    """Return a condition; None is Unknown. `merge` adds times and generation.
+
+    `at`: when the evidence was seen, where that is not now.
+    """
     status = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE}.get(
         value,  # type: ignore[arg-type]
         ConditionStatus.UNKNOWN,
     )
-    return Condition(type=kind, status=status, reason=reason, message=message, evidence=evidence)
+    return Condition(
+        type=kind,
+        status=status,
+        reason=reason,
+        message=message,
+        evidence=evidence,
+        last_probe_time=at,
+    )
 
 
 def merge(
@@ -30,19 +46,13 @@ def _stamped(old: Condition | None, new: Condition, generation: int, moment: str
     same = old is not None and old.status is new.status
     since = old.last_transition_time if old is not None and same else moment
     return msgspec.structs.replace(
-        new, observed_generation=generation, last_transition_time=since, last_probe_time=moment
+        new,
+        observed_generation=generation,
+        last_transition_time=since,
+        last_probe_time=new.last_probe_time or moment,  # of evidence that was heard: its own
     )
-
-
-def same_but_probe_times(before: list[Condition], now: list[Condition]) -> bool:
-    """Tell whether only the moments of looking differ."""
-    return _without_probe(before) == _without_probe(now)
 
 
 def holds(conditions: list[Condition], kind: str, status: str) -> bool:
     """Tell whether the condition is there with this status."""
     return any(found.type == kind and found.status.value == status for found in conditions)
-
-
-def _without_probe(conditions: list[Condition]) -> list[Condition]:
-    return [msgspec.structs.replace(each, last_probe_time="") for each in conditions]

@@ -12,14 +12,22 @@ import anyio
 from anyio.abc import TaskGroup
 
 from chv.agent.actors import Outcome
+from chv.agent.condition_table import silent_reason
 from chv.agent.conditions import condition
 from chv.agent.context import Context
 from chv.agent.records import StoredObject
-from chv.common.errors import ChvError, OutcomeUnknown, condition_reason
+from chv.common.errors import (
+    ChvError,
+    DeadlineExceeded,
+    OutcomeUnknown,
+    Unavailable,
+    condition_reason,
+)
 from chv.common.wire.agent import OperationState
 from chv.common.wire.resources import Condition
 
 OPERATION_S = 900.0
+SILENT = (Unavailable, DeadlineExceeded, OutcomeUnknown)  # what a daemon that is away fails with
 
 
 class SimpleReconciler:
@@ -30,6 +38,7 @@ class SimpleReconciler:
         self._uid = uid
         self._serving = ""  # the operation that the pass works for; a newer one is not its to end
         self._since: tuple[str, float] = ("", 0.0)
+        self._seen_before: float | None = None  # the look of an earlier pass
 
     @property
     def monitored(self) -> bool:
@@ -46,7 +55,12 @@ class SimpleReconciler:
     async def reconcile(self, stored: StoredObject) -> Outcome:
         """Make one pass."""
         self._serving = self._context.operations.current_id(self._uid)
+        self._seen_before = self._context.seen_at.get(self._uid)
         return await self.look_and_act(stored)
+
+    def _has_looked(self) -> bool:
+        """Tell whether this pass has seen what there is of the object."""
+        return self._context.seen_at.get(self._uid) != self._seen_before
 
     async def look_and_act(self, stored: StoredObject) -> Outcome:
         """Make one pass; what is particular to the kind."""
@@ -99,7 +113,11 @@ class SimpleReconciler:
 
     async def failed(self, stored: StoredObject, error: ChvError, *, permanent: bool) -> None:
         """Show the error; a final one ends the operation."""
-        ready = condition("Ready", False, condition_reason(error.code), str(error))
+        silent = silent_reason(stored.resource.kind)
+        if silent and isinstance(error, SILENT) and not self._has_looked():
+            ready = condition("Ready", None, silent, str(error))
+        else:
+            ready = condition("Ready", False, condition_reason(error.code), str(error))
         current = self._context.stored(self._uid)
         if current is not None:
             await self.show_error(current, ready, permanent=permanent)

@@ -91,7 +91,10 @@ class Why:
     async def _operation(self, stored: StoredObject) -> Operation | None:
         """Return the operation under way, else the last one if it failed; with its last steps."""
         operation = self._context.operations.current(stored.uid)
-        if operation is None:
+        if operation is not None:
+            place = self._context.places.get(stored.uid)
+            operation = msgspec.structs.replace(operation, queue=place)
+        else:
             kind, namespace, name = stored.key
             store = self._context.ledger.store
             last = await store.operations(kind=kind, namespace=namespace, name=name, limit=1)
@@ -145,6 +148,8 @@ def _verdict(
     if operation is not None and not operation.ended_at:
         step = operation.steps[-1].name if operation.steps else "its first step"
         said = f": {operation.message}" if operation.message else ""
+        late = why_rules.overdue(stored)
+        said += f"; {late}" if late else ""
         return f"{me} is {phase}: {operation.verb} is at {step}{said}"
     if conditions:
         first = conditions[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from chv.agent.condition_table import OVERDUE, base_reason
 from chv.agent.context import phase_of
 from chv.agent.records import StoredObject
 from chv.agent.references import references
@@ -28,6 +29,8 @@ _BY_REASON = {
     ("VMMRunning", "BackOff"): ("chv logs {me}",),
     ("VMMRunning", "HeldByNode"): ("chv node status", "chv node resume"),
     ("VMMRunning", "MonitorSilent"): ("chv restart {name} --force",),
+    ("VMMRunning", "Stopping"): ("chv stop {name} --force", "chv logs {me}"),
+    ("VMMRunning", "Starting"): ("chv logs {me}",),
     ("NetworkReady", "TapLost"): ("chv restart {name}",),
     ("NetworkReady", "NetworkUnavailable"): ("chv node status", "chv logs daemon/nwd"),
     ("VolumesReady", "StorageUnavailable"): ("chv node status", "chv logs daemon/stord"),
@@ -92,6 +95,14 @@ def blocking(stored: StoredObject) -> list[Condition]:
     return [each for each in bad if each.reason == "HeldByNode"] or bad
 
 
+def overdue(stored: StoredObject) -> str:
+    """Return what has gone on for longer than it may, in the words of its condition; or nothing."""
+    status = stored.resource.status
+    conditions = status.conditions if status is not None else []
+    late = [each for each in conditions if each.reason.endswith(OVERDUE)]
+    return f"{late[0].type} {late[0].reason}: {late[0].message}" if late else ""
+
+
 def _is_bad(condition: Condition) -> bool:
     well = "False" if condition.type in WELL_WHEN_FALSE else "True"
     return condition.status.value != well and condition.reason not in CONSEQUENCES
@@ -138,7 +149,7 @@ def fixes(
     for condition in conditions:
         words = {"me": typed(stored), "name": stored.key[2]}
         found += _COMMAND.findall(condition.message)
-        known = _BY_REASON.get((condition.type, condition.reason), ())
+        known = _BY_REASON.get((condition.type, base_reason(condition.reason)), ())
         bad = condition.status is not ConditionStatus.UNKNOWN
         known = known or (_BY_TYPE.get(condition.type, ()) if bad else ())
         found += [command.format(**words) + where for command in known]

@@ -269,11 +269,12 @@ def _conditions(conditions: Sequence[Item]) -> None:
             entry["status"],
             entry["reason"],
             output.age(entry.get("lastTransitionTime", "")),
+            output.age(entry.get("lastProbeTime", "")),
             "; ".join(filter(None, (entry.get("message"), entry.get("evidence")))),
         ]
         for entry in conditions
     ]
-    output.table(["  TYPE", "STATUS", "REASON", "SINCE", "EVIDENCE"], rows)
+    output.table(["  TYPE", "STATUS", "REASON", "SINCE", "SEEN", "EVIDENCE"], rows)
 
 
 def _tree(value: Any, indent: str) -> None:

@@ -32,11 +32,15 @@ class Prober:
         self._boot_of = boot_of
         self._boot = ""
         self._evidence = Evidence()
+        self._asked_at = 0.0  # monotonic: when it was known last how SSH is
         self._stirred = anyio.Event()
 
     def evidence(self) -> Evidence:
         """Return what was heard from the boot that runs now."""
-        return self._evidence if self._boot and self._boot == self._boot_of() else Evidence()
+        if not self._boot or self._boot != self._boot_of():
+            return Evidence()
+        age_s = self._context.world.clock.monotonic() - self._asked_at
+        return replace(self._evidence, ssh_age_s=age_s)
 
     def stir(self) -> None:
         """Look whether there is a new boot to listen to."""
@@ -74,14 +78,16 @@ class Prober:
         stored = self._context.stored(self._uid)
         if stored is None or stored.facts is None:
             return Evidence()
-        serial = self._evidence.serial
-        if not serial:
+        seen = self._evidence
+        if not seen.serial:
             serial = await self._context.world.guest.serial_evidence(handle_of(stored))
+            seen = replace(seen, serial=serial, serial_at=self._context.now() if serial else "")
         answer = await self._ssh()
         if answer is None:
-            return replace(self._evidence, serial=serial)
+            return seen
         banner, problem = answer
-        return Evidence(serial=serial, ssh=banner, ssh_problem=problem, asked=True)
+        self._asked_at, now = self._context.world.clock.monotonic(), self._context.now()
+        return replace(seen, ssh=banner, ssh_problem=problem, asked=True, ssh_at=now)
 
     async def _ssh(self) -> tuple[str, str] | None:
         """Return the banner or why there is none; None where the guest could not be asked."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chv.agent.condition_vm import SSH_S
 from chv.agent.conditions import condition, merge
 from chv.agent.moments import Moment
 from chv.agent.records import StoredObject, WorkerRow
@@ -48,6 +49,9 @@ class Evidence:
     ssh: str = ""  # the banner
     ssh_problem: str = ""  # why there is none
     asked: bool = False  # False: this agent has not listened to this boot yet
+    serial_at: str = ""  # when the line was read
+    ssh_at: str = ""  # when SSH was asked last, and answered or did not
+    ssh_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +271,8 @@ def _guest_booted(picture: Picture) -> Condition:
     heard = picture.evidence.ssh or picture.evidence.serial
     if heard:
         source = "SshBanner" if picture.evidence.ssh else "SerialLine"
-        return condition("GuestBooted", True, source, evidence=heard)
+        at = picture.evidence.ssh_at if picture.evidence.ssh else picture.evidence.serial_at
+        return condition("GuestBooted", True, source, evidence=heard, at=at)
     earlier = picture.said_before("GuestBooted")
     if earlier is not None and earlier.status is ConditionStatus.TRUE:
         return earlier  # a boot that was seen stays seen
@@ -279,13 +284,19 @@ def _guest_booted(picture: Picture) -> Condition:
 def _ssh_ready(picture: Picture) -> Condition:
     if not picture.alive:
         return _without_vmm(picture, "SSHReady")
-    if picture.evidence.ssh:
-        return condition("SSHReady", True, "Banner", evidence=picture.evidence.ssh)
+    heard = picture.evidence
+    if heard.asked and heard.ssh_age_s > SSH_S:
+        message = f"no answer of nwd about it since {heard.ssh_at}"
+        return condition("SSHReady", None, "NotHeard", message, heard.ssh)
+    if heard.ssh:
+        return condition("SSHReady", True, "Banner", evidence=heard.ssh, at=heard.ssh_at)
     if 22 not in vm_of(picture.stored).spec.guest_ports:
         return condition("SSHReady", False, "PortNotDeclared", "22 is not in spec.guestPorts")
-    if not picture.evidence.asked:
+    if not heard.asked and not picture.sight.vm.network_known:
+        return condition("SSHReady", None, "NotHeard", "nwd does not answer")
+    if not heard.asked:
         return picture.said_before("SSHReady") or condition("SSHReady", None, "NotProbedYet")
-    return condition("SSHReady", False, "NoBanner", picture.evidence.ssh_problem)
+    return condition("SSHReady", False, "NoBanner", heard.ssh_problem, at=heard.ssh_at)
 
 
 def _paused(picture: Picture) -> Condition:

@@ -55,6 +55,8 @@ def storage_lost(sight: Sight, row: WorkerRow | None, *, alive: bool) -> Conditi
     if (alive and sight.vm.backend is Backend.LOST) or recovering:
         message = f"the VM waits for a reset; {_times(losses)}" if losses else "waits for a reset"
         return condition("StorageLost", True, "BackendLost", message, evidence)
+    if not sight.vm.storage_known:
+        return condition("StorageLost", None, "StorageUnavailable", "stord does not answer")
     if alive and sight.vm.backend is Backend.RESTARTING:
         message = "the storage daemon is being restarted, the VM goes on"
         return condition("StorageLost", False, "Restarting", message, evidence)

@@ -43,7 +43,7 @@ from chv.common.errors import (
 from chv.common.failpoint import failpoint
 from chv.common.wire import stord
 from chv.common.wire.agent import OperationState
-from chv.common.wire.resources import Condition, Volume, VolumeStatus
+from chv.common.wire.resources import Condition, ConditionStatus, Volume, VolumeStatus
 from chv.common.wire.stord import JobState
 
 LOST = ("missing", "broken")
@@ -260,6 +260,8 @@ class VolumeReconciler(SimpleReconciler):
         served = is_served(self._seen)
         shown = "Failed" if permanent and not served else before.phase
         others = [each for each in before.conditions if each.type != "Ready"]
+        if ready.status is ConditionStatus.UNKNOWN:
+            others = [condition(each.type, None, ready.reason, ready.message) for each in others]
         if self._seen is not None and served and permanent:
             others = size_refused(_volume(stored), self._seen, others, ready.message)
             ready = msgspec.structs.replace(

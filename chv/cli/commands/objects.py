@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from chv.cli import connect, manifests, operations, output, tables
+from chv.cli import ages, connect, manifests, operations, output, tables
 from chv.cli.deletion import in_rounds
 from chv.common.errors import InvalidArgument, NotFound
 from chv.common.rpc.blocking import BlockingClient
@@ -55,15 +55,21 @@ def get(arguments: argparse.Namespace) -> int:
     kind = kind_of(arguments.kind)
     with connect.client(arguments.socket) as client:
         if arguments.name:
-            items = [_get(client, kind, arguments.name, arguments.namespace)]
+            reply_one = client.call(
+                agent.GET,
+                agent.ObjectRef(kind=kind, name=arguments.name, namespace=arguments.namespace),
+            )
+            items, ages_s = [msgspec.json.decode(reply_one.object)], [reply_one.age_s]
         else:
             namespace = "" if arguments.all_namespaces else arguments.namespace
             reply = client.call(agent.LIST, agent.ListObjects(kind=kind, namespace=namespace))
-            items = [msgspec.json.decode(item) for item in reply.items]
+            items, ages_s = [msgspec.json.decode(item) for item in reply.items], reply.ages_s
     if arguments.output:
+        ages.put(items, ages_s)
         output.document(items[0] if arguments.name else items, arguments.output)
     elif items:
         tables.objects(kind, items, all_namespaces=arguments.all_namespaces)
+        ages.note(items, ages_s)
     else:
         output.note(f"no {kind} in namespace {arguments.namespace}")
     return 0

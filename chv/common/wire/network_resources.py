@@ -94,6 +94,7 @@ class NetworkStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     gateway6: str = ""
     domain: str = ""
     nics: int = 0
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 
@@ -161,6 +162,7 @@ class SecurityGroupStatus(Struct, kw_only=True, frozen=True, omit_defaults=True)
     observed_generation: int = 0
     phase: str = always("Pending")  # Pending | Ready | Degraded | Failed | Deleting
     members: int = 0  # NICs
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 
@@ -258,6 +260,7 @@ class ExposureStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     observed_generation: int = 0
     phase: str = always("Pending")  # Pending | Ready | Degraded | Failed | Deleting
     targets: list[ExposureTargetStatus] = []
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 

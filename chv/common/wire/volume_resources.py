@@ -199,6 +199,7 @@ class VolumeStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     space: str = ""  # ok | warn | critical | unknown
     progress: str = ""  # of the job under way: `backup 40%`
     last_error: str = ""
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 
@@ -236,6 +237,7 @@ class VolumeSnapshotStatus(Struct, kw_only=True, frozen=True, omit_defaults=True
     consistency: str = ""
     volumes: list[SnapshotPartStatus] = []
     progress: str = ""
+    phase_since: str = ""  # when the phase began
     conditions: list[Condition] = []
 
 
