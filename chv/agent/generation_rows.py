@@ -65,7 +65,7 @@ def _row(
         generation=now.resource.metadata.generation,
         at=moment,
         requester=SYSTEM,
-        changed=_changed(before, now),
+        changed=changed_fields(before, now),
     )
     replace = msgspec.structs.replace
     if change.author is not None:
@@ -82,7 +82,7 @@ def _row(
     )
 
 
-def _changed(before: StoredObject | None, now: StoredObject) -> tuple[str, ...]:
+def changed_fields(before: StoredObject | None, now: StoredObject) -> tuple[str, ...]:
     """Return the fields of the spec that differ, by their names in a manifest."""
     if before is None:
         return ()

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from chv.agent.events_derive import with_events
+from chv.agent.events_record import PutEvents
 from chv.agent.generation_rows import with_history
 from chv.agent.records import (
     FINAL_STATES,
@@ -33,12 +35,14 @@ OPERATIONS_MAX = 2000
 REQUESTS_MAX = 1000
 CACHED_FINAL_MAX = 200
 PRUNE_EVERY = 200
+EVENTS = "events"
 
 
 class Ledger:
     """Tables in memory over an `AgentStore`. `objects` and `operations` tell of changes.
 
-    `now`: the stamp of a generation in the history, which goes to the store alone.
+    `now`: the stamp of a generation in the history, which goes to the store alone. `derive`: adds
+    to a transaction what follows from it: the reports to a control plane.
     """
 
     def __init__(self, store: AgentStore, now: Callable[[], str]) -> None:
@@ -47,6 +51,10 @@ class Ledger:
         self.tables = Tables()
         self.objects = Watch()
         self.operations = Watch()
+        self.events = Watch()  # one key: EVENTS
+        self.derive: Callable[[Tables, tuple[Change, ...]], tuple[Change, ...]] = (
+            lambda tables, changes: changes
+        )
         self.on_reload: Callable[[], None] = lambda: None
         self.on_commit: Callable[[Tables, tuple[Change, ...]], None] = lambda tables, changes: None
         self._lock = anyio.Lock(fast_acquire=True)
@@ -76,6 +84,8 @@ class Ledger:
         self._commits += 1
         if self._commits % PRUNE_EVERY == 0:
             changes = (*changes, Prune(operations_max=OPERATIONS_MAX, requests_max=REQUESTS_MAX))
+        changes = self.derive(self.tables, changes)
+        changes = with_events(self.tables, changes, self._now())
         self._doubtful = True
         with anyio.CancelScope(shield=True):
             await self.store.commit(with_history(self.tables, changes, self._now()))
@@ -100,10 +110,14 @@ class Ledger:
         # What changed is not known: wake all who wait, they look for themselves.
         self.objects.notify_all()
         self.operations.notify_all()
+        self.events.notify_all()
         self.on_reload()
 
     def _trim(self) -> None:
-        """Forget the oldest final operations in memory; the store keeps them longer."""
+        """Forget in memory what the store keeps longer, and looks up itself."""
+        self.tables.tombstones.clear()
+        self.tables.requests.clear()
+        self.tables.events.clear()
         operations = self.tables.operations
         if len(operations) <= CACHED_FINAL_MAX * 2 + len(self.tables.active):
             return
@@ -124,5 +138,7 @@ class Ledger:
                     self.operations.notify(operation.id)
                 case PutStep(operation_id=operation_id):
                     self.operations.notify(operation_id)
+                case PutEvents():
+                    self.events.notify(EVENTS)
                 case _:
                     pass

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from chv.agent.events_record import EventStore, PutEvents, PutSighting, Sighting
 from chv.agent.generations import DELETED_MAX, Author, HistoryStore, PutGeneration
 from chv.agent.moments import Moment
 from chv.agent.node_record import NodeRecord, PutNode
@@ -374,9 +375,10 @@ class PutWorker(Record):
 
 
 class RemoveWorker(Record):
-    """Forget a worker that is proven gone."""
+    """Forget a worker that is proven gone. `ending`: how it ended, where that is known."""
 
     vm_uid: str
+    ending: Ending | None = None
 
 
 class PutOperation(Record):
@@ -422,6 +424,8 @@ Change = (
     | PutAssignment
     | PutReport
     | DropReports
+    | PutSighting
+    | PutEvents
     | Prune
 )
 
@@ -437,9 +441,11 @@ class Snapshot(Record):
     assignments: tuple[Assignment, ...] = ()
     outbox: tuple[Report, ...] = ()  # reports to the control plane that wait
     outbox_seq: int = 0  # the last number that a report was given
+    sightings: tuple[Sighting, ...] = ()
+    event_seq: int = 0  # the last number that an event was given
 
 
-class AgentStore(HistoryStore, Protocol):
+class AgentStore(HistoryStore, EventStore, Protocol):
     """The durable store. `commit` is one transaction: all or nothing, on disk when it returns."""
 
     async def load(self) -> Snapshot:

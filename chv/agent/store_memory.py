@@ -5,11 +5,14 @@ from __future__ import annotations
 import anyio.lowlevel
 import msgspec
 
+from chv.agent import events_memory as pages
+from chv.agent.events_record import EventPage
 from chv.agent.generations import Generation, GenerationRow
 from chv.agent.operation_filter import EVERY, OperationFilter
 from chv.agent.records import Change, RequestRow, Snapshot
 from chv.agent.tables import Tables
 from chv.common.wire.agent import Operation
+from chv.common.wire.agent_events import WatchEvents
 
 
 class MemoryStore:
@@ -69,6 +72,14 @@ class MemoryStore:
         """Return one generation whole."""
         known = self.tables.histories.get(uid, ())
         return next((each for each in known if each.row.generation == generation), None)
+
+    async def events(self, after_seq: int, wanted: WatchEvents, limit: int) -> EventPage:
+        """Return the first wanted events after a number."""
+        return pages.page(self.tables, after_seq, wanted, limit)
+
+    async def last_events(self, wanted: WatchEvents, limit: int) -> EventPage:
+        """Return the newest wanted events, in order."""
+        return pages.newest(self.tables, wanted, limit)
 
     async def shortage(self) -> str:
         """Never: memory has no reserve."""

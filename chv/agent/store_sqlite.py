@@ -14,7 +14,8 @@ from typing import TypeVar, assert_never
 
 import msgspec
 
-from chv.agent import generation_sql
+from chv.agent import events_sql, generation_sql
+from chv.agent.events_record import EventPage, PutEvents, PutSighting
 from chv.agent.generations import Generation, GenerationRow, PutGeneration
 from chv.agent.node_record import NodeRecord, PutNode
 from chv.agent.operation_filter import EVERY, OperationFilter
@@ -52,6 +53,7 @@ from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
 from chv.common.files import free_bytes
 from chv.common.store import Connection, Row, Store
 from chv.common.wire.agent import Operation, OperationStep
+from chv.common.wire.agent_events import WatchEvents
 from chv.common.wire.resources import KINDS
 
 T = TypeVar("T")
@@ -88,6 +90,7 @@ MIGRATIONS = (
             one INTEGER PRIMARY KEY CHECK (one = 1), body TEXT NOT NULL) STRICT""",
     ),
     upstream_sql.MIGRATION,
+    events_sql.MIGRATION,
 )
 
 
@@ -152,6 +155,14 @@ class SqliteStore:
     async def generation(self, uid: str, generation: int) -> Generation | None:
         """Return one generation whole."""
         return await self._store.read(lambda db: generation_sql.one(db, uid, generation))
+
+    async def events(self, after_seq: int, wanted: WatchEvents, limit: int) -> EventPage:
+        """Return the first wanted events after a number."""
+        return await self._store.read(lambda db: events_sql.page(db, after_seq, wanted, limit))
+
+    async def last_events(self, wanted: WatchEvents, limit: int) -> EventPage:
+        """Return the newest wanted events, in order."""
+        return await self._store.read(lambda db: events_sql.newest(db, wanted, limit))
 
     async def shortage(self) -> str:
         """Say where space lacks, so that nothing new may be stored; empty where there is some."""
@@ -258,6 +269,10 @@ def _apply(db: Connection, change: Change) -> None:
             upstream_sql.put(db, report)
         case DropReports(seqs=seqs):
             upstream_sql.drop(db, seqs)
+        case PutSighting(sighting=sighting):
+            events_sql.put_sighting(db, sighting)
+        case PutEvents():
+            events_sql.put(db, change)
         case Prune():
             _prune(db, change)
         case _:

@@ -12,6 +12,7 @@ from typing import Any, assert_never
 
 import msgspec
 
+from chv.agent.events_record import PutEvents, PutSighting, Sighting, refuse_gap
 from chv.agent.generations import (
     DELETED_GENERATIONS_MAX,
     Generation,
@@ -42,10 +43,20 @@ from chv.agent.records import (
     with_facts,
     with_status,
 )
+from chv.agent.upstream.records import (
+    Assignment,
+    DropReports,
+    PutAssignment,
+    PutReport,
+    key_of,
+)
 from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
 from chv.common.wire.agent import Operation
+from chv.common.wire.agent_events import Event
+from chv.common.wire.upstream import Report
 
 Undo = Callable[[], None]
+TOMBSTONES_MAX = 4096  # the oldest go first: nobody speaks any more of what they stand for
 
 
 class Tables:
@@ -67,6 +78,12 @@ class Tables:
         self.tombstones: dict[str, Tombstone] = {}
         self.histories: dict[str, tuple[Generation, ...]] = {}  # oldest first
         self.node = snapshot.node
+        self.assignments = {each.uid: each for each in snapshot.assignments}
+        self.outbox = {key_of(report): report for report in snapshot.outbox}
+        self.outbox_seq = snapshot.outbox_seq
+        self.sightings = {each.key: each for each in snapshot.sightings}
+        self.event_seq = snapshot.event_seq
+        self.events: dict[int, Event] = {}  # by number, in order
 
     def apply(self, changes: tuple[Change, ...]) -> None:
         """Apply all changes, or raise and leave everything as it was."""
@@ -87,6 +104,11 @@ class Tables:
             workers=tuple(self.workers.values()),
             operations=tuple(o for o in self.operations.values() if o.state not in FINAL_STATES),
             node=self.node,
+            assignments=tuple(self.assignments.values()),
+            outbox=tuple(sorted(self.outbox.values(), key=lambda report: report.seq)),
+            outbox_seq=self.outbox_seq,
+            sightings=tuple(self.sightings[key] for key in sorted(self.sightings)),
+            event_seq=self.event_seq,
         )
 
     def active_operation(self, uid: str) -> Operation | None:
@@ -134,6 +156,17 @@ class Tables:
                 before = self.node
                 undo.append(lambda: setattr(self, "node", before))
                 self.node = record
+            case PutAssignment(assignment=assignment):
+                self._assign(assignment, undo)
+            case PutReport(report=report):
+                self._put_report(report, undo)
+            case DropReports(seqs=seqs):
+                for key in [k for k, report in self.outbox.items() if report.seq in seqs]:
+                    self._drop(self.outbox, key, undo)
+            case PutSighting(sighting=sighting):
+                self._see(sighting, undo)
+            case PutEvents():
+                self._put_events(change, undo)
             case Prune():
                 self._prune(change, undo)
             case _:
@@ -168,6 +201,7 @@ class Tables:
             raise Conflict("its VMM is not forgotten yet", resource=stored.title)
         self._drop(self.objects, stored.uid, undo)
         self._drop(self.by_key, stored.key, undo)
+        self._drop(self.assignments, stored.uid, undo)
         self._set(self.tombstones, stored.uid, tombstone, undo)
         if stored.uid in self.histories:
             kept = self.histories[stored.uid][-DELETED_GENERATIONS_MAX:]
@@ -201,6 +235,37 @@ class Tables:
         steps = [*existing.steps[: change.index], change.step, *existing.steps[change.index + 1 :]]
         self._set(self.operations, existing.id, _replace(existing, steps=steps), undo)
 
+    def _assign(self, new: Assignment, undo: list[Undo]) -> None:
+        self._stored(new.uid)
+        known = self.assignments.get(new.uid)
+        if known is not None and new.generation < known.generation:
+            raise StaleGeneration(f"generation {new.generation} is not new", resource=new.uid)
+        self._set(self.assignments, new.uid, new, undo)
+
+    def _put_report(self, report: Report, undo: list[Undo]) -> None:
+        self._drop(self.outbox, key_of(report), undo)
+        self._set(self.outbox, key_of(report), report, undo)
+        before = self.outbox_seq
+        undo.append(lambda: setattr(self, "outbox_seq", before))
+        self.outbox_seq = max(before, report.seq)
+
+    def _see(self, sighting: Sighting, undo: list[Undo]) -> None:
+        if sighting.state:
+            self._set(self.sightings, sighting.key, sighting, undo)
+        else:
+            self._drop(self.sightings, sighting.key, undo)
+
+    def _put_events(self, change: PutEvents, undo: list[Undo]) -> None:
+        refuse_gap(self.event_seq, change)
+        for event in change.events:
+            self._set(self.events, event.seq, event, undo)
+        before = self.event_seq
+        undo.append(lambda: setattr(self, "event_seq", before))
+        self.event_seq += len(change.events)
+        if len(self.events) > change.kept_max:
+            for seq in list(self.events)[: len(self.events) - change.kept_max]:
+                self._drop(self.events, seq, undo)
+
     def _prune(self, change: Prune, undo: list[Undo]) -> None:
         final = [o.id for o in self.operations.values() if o.state in FINAL_STATES]
         for operation_id in final[: max(0, len(final) - change.operations_max)]:
@@ -210,6 +275,8 @@ class Tables:
         gone = [uid for uid in self.tombstones if uid in self.histories]
         for uid in gone[: max(0, len(gone) - change.histories_max)]:
             self._drop(self.histories, uid, undo)
+        for uid in list(self.tombstones)[: max(0, len(self.tombstones) - TOMBSTONES_MAX)]:
+            self._drop(self.tombstones, uid, undo)
 
     def _stored(self, uid: str) -> StoredObject:
         stored = self.objects.get(uid)

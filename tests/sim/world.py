@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
 import anyio
 
+from chv.agent.events_record import EventPage
 from chv.agent.generations import Generation, GenerationRow
 from chv.agent.node import Node, NodeEvent, NodeState, Predicate
 from chv.agent.node_gate import NodeGate
@@ -24,13 +26,17 @@ from chv.agent.records import (
     VmFacts,
 )
 from chv.agent.store_memory import MemoryStore
+from chv.agent.upstream.link import Link
+from chv.agent.upstream.port import Embedded
 from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.virtual_time import EPOCH
 from chv.common.wire.agent import Operation, OperationState
+from chv.common.wire.agent_events import WatchEvents
 from tests.sim.chaos import Chaos
 from tests.sim.daemons import SimCaller
 from tests.sim.saves import SimSaves
+from tests.sim.upstream import Plane, PlaneUpstream
 from tests.sim.vmms import SimGuests, SimHost, SimImages, SimSeeds, SimVmms
 
 TEN_YEARS_S = 10 * 365 * 86_400.0
@@ -80,13 +86,13 @@ class SimGate:
         self.node: Node
         self._gate: NodeGate
 
-    def boot(self) -> None:
+    def boot(self, connected: Callable[[], bool]) -> None:
         """A new life: the first thing that is followed is what the store says."""
         self.node = Node(self._clock)
-        self._gate = NodeGate(self.node)
+        self._gate = NodeGate(self.node, connected)
 
-    def check(self, verb: str) -> None:
-        self._gate.check(verb)
+    def check(self, verb: str, *, desired: bool = False, forced_by: str = "") -> None:
+        self._gate.check(verb, desired=desired, forced_by=forced_by)
 
     def starts_allowed(self) -> bool:
         return self.open and self._gate.starts_allowed()
@@ -133,6 +139,14 @@ class SimStore:
         self._chaos.check(self._life)
         return await self._store.request(key)
 
+    async def events(self, after_seq: int, wanted: WatchEvents, limit: int) -> EventPage:
+        self._chaos.check(self._life)
+        return await self._store.events(after_seq, wanted, limit)
+
+    async def last_events(self, wanted: WatchEvents, limit: int) -> EventPage:
+        self._chaos.check(self._life)
+        return await self._store.last_events(wanted, limit)
+
     async def histories(self, kind: str, namespace: str, name: str) -> list[str]:
         return await self._store.histories(kind, namespace, name)
 
@@ -156,6 +170,7 @@ class Machine:
         self.violations: list[str] = []
         self.host = SimHost(self._violate)
         self.store = MemoryStore()
+        self.plane: Plane | None = None  # the control plane, where it is not the agent's own API
         self.clock = SimClock()
         self.gate = SimGate(self.clock)
         self.seed = seed
@@ -287,7 +302,9 @@ class Machine:
     def world(self) -> World:
         """Return the world for a new life."""
         chaos, life, host = self.chaos, self.chaos.life, self.host
-        self.gate.boot()
+        upstream = Embedded() if self.plane is None else PlaneUpstream(self.plane, chaos)
+        link = Link(self.clock, embedded=upstream.embedded)
+        self.gate.boot(lambda: link.connected)
         stord = SimCaller(chaos, life, "stord", host.stord)
         nwd = SimCaller(chaos, life, "nwd", host.nwd)
         stord.now = nwd.now = self.clock.true_s
@@ -305,6 +322,8 @@ class Machine:
             layout=Layout(instance="simsim"),
             limits=self.limits,
             boot_id=self.clock.boot_id,
+            upstream=upstream,
+            link=link,
         )
 
     def reboot(self) -> None:

@@ -22,8 +22,9 @@ from chv.agent.records import (
     VmFacts,
     WorkerRow,
 )
-from chv.agent.vm.crashes import ASKED_FOR, crashes_after
 from chv.agent.vm.desired import facts_of, vm_of
+from chv.agent.vm.crashes import ASKED_FOR, crashes_after
+from chv.agent.vm.ephemeral import vanishes, vanishing
 from chv.agent.vm.exits import Consequence, Follow, consequence, facts_after
 from chv.agent.vm.observe import Memory
 from chv.common.errors import Conflict
@@ -44,10 +45,15 @@ async def forget_worker(context: Context, uid: str, memory: Memory) -> None:
         crashes = _crashes(context, stored, ending)
         follow = _follow(context, stored, ending, len(crashes))
         facts = facts_after(facts_of(stored), ending, follow, crashes, context.now())
-        changes: list[Change] = [RemoveWorker(vm_uid=uid), PutFacts(uid=uid, facts=facts)]
+        changes: list[Change] = [
+            RemoveWorker(vm_uid=uid, ending=ending),
+            PutFacts(uid=uid, facts=facts),
+        ]
         if follow.follow is Follow.HALT:
-            changes = [RemoveWorker(vm_uid=uid), _halted(context, stored, facts)]
+            changes = [RemoveWorker(vm_uid=uid, ending=ending), _halted(context, stored, facts)]
         changes += _told(context, stored, facts, follow)
+        if vanishes(stored, row, ending):
+            changes = [RemoveWorker(vm_uid=uid, ending=ending), *vanishing(context, stored, facts)]
         await context.ledger.commit_held(*changes)
         memory.recovery_failures = 0
 
