@@ -7,6 +7,7 @@ fits is asked by the engine, before. Errors name object, field, value and fix.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +16,7 @@ from chv.agent.admission_rules import check_change, check_references, check_shar
 from chv.agent.context import Context
 from chv.agent.network.admission import check_exposed
 from chv.agent.network.apart import check_apart
+from chv.agent.owners import with_owners
 from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VmFacts
 from chv.agent.references import references, referrers
 from chv.agent.strategies import BY_FILE
@@ -36,7 +38,9 @@ from chv.common.wire.resources import (
     VirtualMachine,
 )
 
+MAKING = frozenset({"create", "update", "clone"})  # verbs that an apply of the same joins
 _replace = msgspec.structs.replace
+Key = tuple[str, str, str]  # kind, namespace, name
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,20 @@ def ordered(resources: list[Resource]) -> list[Resource]:
     return sorted(resources, key=lambda resource: APPLY_ORDER.index(resource.kind))
 
 
-def admit(context: Context, resources: list[Resource], requester: str, reason: str) -> Admitted:
-    """Check all objects against the tables and each other; return what is to be stored."""
+def admit(
+    context: Context,
+    resources: list[Resource],
+    requester: str,
+    reason: str,
+    uids: Mapping[Key, str] | None = None,
+) -> Admitted:
+    """Check all objects against the tables and each other; return what is to be stored.
+
+    `uids`: of new objects that have one elsewhere already, by kind, namespace and name.
+    """
     tables = context.ledger.tables
-    future = _Future(context, tables)
+    resources, uids = with_owners(tables, resources, uids or {}, context.world.ids.uid)
+    future = _Future(context, tables, uids)
     for resource in resources:
         future.add(resource)
     for stored in future.after.values():
@@ -82,8 +96,9 @@ def admit(context: Context, resources: list[Resource], requester: str, reason: s
 class _Future:
     """The objects as they will be, on top of those that are."""
 
-    def __init__(self, context: Context, tables: Tables) -> None:
+    def __init__(self, context: Context, tables: Tables, uids: Mapping[Key, str]) -> None:
         self._context = context
+        self._uids = uids
         self._tables = tables
         self._actions: list[tuple[StoredObject, str]] = []
         self.after: dict[str, StoredObject] = {}  # changed or new ones by uid
@@ -124,7 +139,7 @@ class _Future:
         results = []
         for stored, action in self._actions:
             metadata = stored.resource.metadata
-            operation_id = ""
+            operation_id = self._joined(stored)
             if action != "unchanged":
                 verb = "create" if action == "created" else "update"
                 operation = self._context.operations.new(verb, stored, requester, reason)
@@ -145,6 +160,12 @@ class _Future:
                 )
             )
         return Admitted(tuple(changes), tuple(results), tuple(self.after.values()))
+
+    def _joined(self, stored: StoredObject) -> str:
+        """Return the operation that makes an unchanged object so, where it is under way."""
+        current = self._context.operations.current(stored.uid)
+        same = current is not None and current.generation == stored.resource.metadata.generation
+        return current.id if current is not None and same and current.verb in MAKING else ""
 
     def _new_nics(self) -> list[PutFacts]:
         """VMs that do not change, yet of whose NICs something else is to be told."""
@@ -175,10 +196,11 @@ class _Future:
                 field="metadata.uid" if given.uid else "metadata.resourceVersion",
                 hint="leave both out to create it",
             )
+        key = (resource.kind, given.namespace, given.name)
         metadata = ObjectMeta(
             name=given.name,
             namespace=given.namespace,
-            uid=self._context.world.ids.uid(),
+            uid=self._uids.get(key) or self._context.world.ids.uid(),
             generation=1,
             resource_version=self._revision(),
             labels=given.labels,

@@ -68,11 +68,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a verb is done. `slots`: so many at a time, 0: any number; `noun`: what they wait for."""
+    """How a verb is done. `slots`: so many at a time, 0: any number; `noun`: what they wait for.
+
+    `undo` is called where it was not done, with the operation: to take away what it has left.
+    """
 
     do: Callable[[Task], Awaitable[Came]]
     slots: int = 0
     noun: str = ""
+    undo: Callable[[Operation], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +245,17 @@ class Chores:
             came = await self._in_turn(operation, again)
         self._scopes.pop(operation_id, None)
         self._hands.pop(operation_id, None)
+        if isinstance(came, ChvError):
+            await self._undone(operation)
         await self._end(operation_id, came)
+
+    async def _undone(self, operation: Operation) -> None:
+        undo = self._ways[operation.verb].undo
+        try:
+            if undo is not None:
+                await undo(operation)
+        except ChvError as error:  # what is left is found by those who look for it
+            log.warning("agent.chore.not_undone", operation_id=operation.id, error=str(error))
 
     async def _in_turn(self, operation: Operation, again: bool) -> Came | ChvError:
         """Wait for a slot, then do it."""

@@ -19,6 +19,7 @@ from chv.agent.vm.cloning import HELPER, cloned
 from chv.common.wire.agent import Operation
 from chv.common.wire.agent_clone import CloneVm, CloneVmReply
 from chv.common.wire.manifest import parse
+from chv.common.wire.resources import CloneModeName
 
 VERB = "clone"
 _replace = msgspec.structs.replace
@@ -44,12 +45,19 @@ class Cloning:
             if known is not None:
                 return await self._as_it_is_now(known)
             context.world.gate.check(VERB)  # it may have changed meanwhile
+            current = _under_way(tables, request)
+            if current is not None:
+                reply = _reply(current)
+                remembered = idempotency.remembered(request.idempotency_key, digest, reply)
+                if remembered:
+                    await ledger.commit_held(*remembered)
+                return reply
             source = queries.require(context, "VirtualMachine", request.namespace, request.name)
             clone = cloned(tables, source, request)
             parsed = [parse(msgspec.json.encode(each)) for each in clone.resources]
             admitted = admit(context, ordered(parsed), request.requester, _why(request))
             await self._refuse_when_short()
-            changes, operation = _as_clone(admitted)
+            changes, operation = _as_clone(admitted, request, list(clone.left_out))
             reply = CloneVmReply(operation=operation, left_out=list(clone.left_out))
             remembered = idempotency.remembered(request.idempotency_key, digest, reply)
             await ledger.commit_held(*changes, *remembered)
@@ -61,16 +69,45 @@ class Cloning:
     async def _as_it_is_now(self, known: RequestRow) -> CloneVmReply:
         reply = msgspec.json.decode(known.reply, type=CloneVmReply)
         now = await self._context.ledger.operation(reply.operation.id)
-        return _replace(reply, operation=now or reply.operation)
+        return _replace(reply, operation=now or reply.operation, joined=True)
 
 
-def _as_clone(admitted: Admitted) -> tuple[list[Change], Operation]:
+def _asked(request: CloneVm) -> dict[str, str | int | bool | None]:
+    """Return what tells a clone from another of that name."""
+    return {
+        "source": request.name,
+        "mode": CloneModeName(request.mode).value,
+        "start": request.start,
+    }
+
+
+def _under_way(tables: Tables, request: CloneVm) -> Operation | None:
+    """Return the operation of the very same clone, where it is under way."""
+    clone = tables.find("VirtualMachine", request.namespace, request.new_name)
+    current = tables.active_operation(clone.uid) if clone is not None else None
+    same = current is not None and current.verb == VERB and current.request == _asked(request)
+    return current if same else None
+
+
+def _reply(operation: Operation) -> CloneVmReply:
+    left_out = operation.result.get("left_out", [])
+    return CloneVmReply(operation=operation, left_out=left_out, joined=True)
+
+
+def _as_clone(
+    admitted: Admitted, request: CloneVm, left_out: list[str]
+) -> tuple[list[Change], Operation]:
     """Return the changes, with the creation of the VM as a clone."""
     changes: list[Change] = []
     found: Operation | None = None
     for change in admitted.changes:
         if isinstance(change, PutOperation) and change.operation.kind == "VirtualMachine":
-            found = _replace(change.operation, verb=VERB)
+            found = _replace(
+                change.operation,
+                verb=VERB,
+                request=_asked(request),
+                result={"left_out": left_out},
+            )
             changes.append(PutOperation(operation=found))
         else:
             changes.append(change)

@@ -69,6 +69,7 @@ class NodeDesk:
                 return first.id, True
             joined = _joined(tables.node, request.verb)
             if joined is not None:
+                await self._remember(request, digest, joined)
                 return joined, True
             if request.verb in EVENTS:
                 self._context.world.gate.allow(EVENTS[request.verb])
@@ -80,6 +81,14 @@ class NodeDesk:
             changes: list[Change] = [PutNode(record=after), *told, *remembered]
             await self._commit(request.verb.value, changes)
         return operation.id, False
+
+    async def _remember(self, request: api.ActOnNode, digest: str, operation_id: str) -> None:
+        """Keep what a key was answered; without an operation there is nothing to be found again."""
+        operation = await self._context.ledger.operation(operation_id)
+        if operation is not None and request.idempotency_key:
+            reply = OperationReply(operation=operation, joined=True)
+            remembered = idempotency.remembered(request.idempotency_key, digest, reply)
+            await self._context.ledger.commit_held(*remembered)
 
     async def run(self) -> None:
         """End each drain once no VM is left, until cancelled."""

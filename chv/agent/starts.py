@@ -19,24 +19,33 @@ class StartQueue:
         self._slots = slots
         self._wake = wake
         self._starting: list[str] = []  # the first `_slots` have a slot, the others wait
+        self._asked: set[str] = set()  # of these, for whom a person waits
 
     def enter(self, uid: str, *, first: bool = False) -> int:
         """Return 0 where `uid` may start now, else its position in the queue, from 1.
 
-        `first`: before all that wait, since a person waits for it.
+        `first`: before all that wait, since a person waits for it; but after others of that kind.
         """
-        waits = uid in self._starting[self._slots :]
-        if first and waits and self._starting.index(uid) > self._slots:
-            self._starting.remove(uid)
+        if first and uid not in self._asked:
+            self._asked.add(uid)
+            if uid in self._starting[self._slots :]:
+                self._starting.remove(uid)
         if uid not in self._starting:
-            self._starting.insert(self._slots if first else len(self._starting), uid)
+            self._starting.insert(self._place(first=first), uid)
         return max(0, self._starting.index(uid) - self._slots + 1)
+
+    def _place(self, *, first: bool) -> int:
+        if not first:
+            return len(self._starting)
+        before = sum(each in self._asked for each in self._starting[self._slots :])
+        return min(self._slots + before, len(self._starting))
 
     def leave(self, uid: str) -> None:
         """Give up the slot or the place in the queue. Not there: no effect."""
         if uid not in self._starting:
             return
         self._starting.remove(uid)
+        self._asked.discard(uid)
         for waiting in self._starting[max(0, self._slots - 1) :]:
             self._wake(waiting)
 

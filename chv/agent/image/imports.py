@@ -16,7 +16,7 @@ from chv.agent.context import Context
 from chv.agent.node_record import NODE_UID
 from chv.agent.ports import ArtifactInfo, OnProgress
 from chv.agent.side_verbs import COLLECT_IMAGES, IMPORT
-from chv.common.errors import ChvError, FailedPrecondition, InvalidArgument, Unavailable
+from chv.common.errors import FailedPrecondition, InvalidArgument, Unavailable
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
 from chv.common.wire.manifest import encode
@@ -54,7 +54,9 @@ class ImageImports:
         self._chores = chores
         self._apply = apply
         self._refuse_when_short = refuse_when_short
-        chores.teach(IMPORT, Way(self._do, slots=PARALLEL, noun="imports under way"))
+        self._kept: dict[str, str] = {}  # what an operation has stored and no Image has yet
+        noun = "one of the imports under way to end"
+        chores.teach(IMPORT, Way(self._do, slots=PARALLEL, noun=noun, undo=self._undo))
         chores.teach(COLLECT_IMAGES, Way(self._collect))
 
     async def take(self, request: ImportRequest, tell: Tell | None = None) -> api.ImportImageReply:
@@ -80,9 +82,16 @@ class ImageImports:
             self._context.progress.put(operation_id, done, total)
 
         info = await self._bring(request, on_progress, again=task.again)
+        self._kept[operation_id] = info.sha256
         reply = await self._define(request, info)
+        self._kept.pop(operation_id, None)
         result = msgspec.to_builtins(reply)
         return Came(f"{reply.size_bytes} bytes, sha256:{reply.sha256}", result)
+
+    async def _undo(self, operation: Operation) -> None:
+        sha256 = self._kept.pop(operation.id, "")
+        if sha256:
+            await self._drop_unclaimed(sha256)
 
     def _await_node(self) -> None:
         """After a new start the node takes a moment until it admits what it admitted before."""
@@ -172,14 +181,7 @@ class ImageImports:
             requester=request.requester,
             reason=(request.reason or _reason(request))[:256],
         )
-        refusal: ChvError | None = None
-        try:
-            applied = await self._apply(apply)
-        except ChvError as error:
-            refusal = error
-        if refusal is not None:
-            await self._drop_unclaimed(info.sha256)
-            raise refusal
+        applied = await self._apply(apply)
         return api.ImportImageReply(
             sha256=info.sha256,
             size_bytes=info.size_bytes,

@@ -40,6 +40,7 @@ from chv.common import logs
 from chv.common.errors import ChvError, OutcomeUnknown, ResourceExhausted
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState
+from chv.common.wire.agent_operations import QueuePlace
 from chv.vmm.driver import VmmState
 
 log = logs.get(__name__)
@@ -96,6 +97,7 @@ class VmReconciler:
         steps = self._admitted(plan(desired, sight.vm))
         if desired.held and any(isinstance(step, StopStep) for step in steps):
             steps = self._drained(steps, desired, sight)
+        self._note_place(steps)
         self._accompany(sight)
         await self._show(desired, sight, steps)
         return await self._carry_out(desired, sight, steps)
@@ -168,15 +170,20 @@ class VmReconciler:
         if turn is not None:
             what = "the startDelay of " if turn.delayed else ""
             message = f"waits for {what}{turn.whom}, position {turn.position}"
-            return [WaitStep("VMMRunning", "StartOrder", message, turn.retry_s)]
+            return [WaitStep("VMMRunning", "StartOrder", message, turn.retry_s, turn.position)]
         lacking = self._lacking()
         if lacking:
             return [WaitStep("VMMRunning", "MemoryCommitted", lacking, MEMORY_RETRY_S)]
         position = self._context.starts.enter(self._uid, first=asked)
         if position > 0:
             message = f"waits for a start slot, position {position}"
-            return [WaitStep("VMMRunning", "Queued", message)]
+            return [WaitStep("VMMRunning", "Queued", message, position=position)]
         return steps
+
+    def _is_asked_for(self) -> bool:
+        """Tell whether somebody waits for this very start: it is not held up by others."""
+        operation = self._context.operations.current(self._uid)
+        return operation is not None and operation.verb in ASKED_VERBS
 
     def _lacking(self) -> str:
         """Say what of the machine is lacking for a VMM, all of them counted that may live."""
@@ -187,11 +194,6 @@ class VmReconciler:
         except ResourceExhausted as error:
             return error.message
         return ""
-
-    def _is_asked_for(self) -> bool:
-        """Tell whether somebody waits for this very start: it is not held up by others."""
-        operation = self._context.operations.current(self._uid)
-        return operation is not None and operation.verb in ASKED_VERBS
 
     def _drained(self, steps: list[Step], desired: DesiredVm, sight: Sight) -> list[Step]:
         """Hold back a stop of the node's drain until its turn; till then the VM is served."""
@@ -204,9 +206,20 @@ class VmReconciler:
             return served
         if turn is not None:
             message = f"waits until {turn.whom} has stopped, position {position}"
-            return [*served, WaitStep("VMMRunning", "StopOrder", message, turn.retry_s)]
+            wait = WaitStep("VMMRunning", "StopOrder", message, turn.retry_s, turn.position)
+            return [*served, wait]
         message = f"waits for its turn to be stopped, position {position}"
-        return [*served, WaitStep("VMMRunning", "DrainQueued", message)]
+        return [*served, WaitStep("VMMRunning", "DrainQueued", message, position=position)]
+
+    def _note_place(self, steps: list[Step]) -> None:
+        """Let readers of its operation see where in a queue it waits."""
+        last = steps[-1] if steps else None
+        if isinstance(last, WaitStep) and last.position:
+            what = last.message.removeprefix("waits for ").partition(", position")[0]
+            place = QueuePlace(position=last.position, waits_for=what)
+            self._context.places[self._uid] = place
+        else:
+            self._context.places.pop(self._uid, None)
 
     async def _wait(self, step: WaitStep) -> None:
         await self._context.operations.note(self._uid, step.message)

@@ -9,12 +9,16 @@ from chv.agent.records import EndKind
 
 @dataclass(frozen=True, slots=True)
 class WaitStep:
-    """Somebody else must move first; `retry_s` is how long at most to sit still."""
+    """Somebody else must move first; `retry_s` is how long at most to sit still.
+
+    `position` is that in a queue, from 1; 0: it waits in none.
+    """
 
     condition: str
     reason: str
     message: str
     retry_s: float = 30.0
+    position: int = 0
 
 
 @dataclass(frozen=True, slots=True)

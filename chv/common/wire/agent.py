@@ -57,7 +57,10 @@ class Apply(Message, frozen=True, kw_only=True):
 
 
 class AppliedObject(Reply, frozen=True, kw_only=True):
-    """`action`: created | configured | unchanged. `operation_id` is empty where unchanged."""
+    """`action`: created | configured | unchanged.
+
+    `operation_id` where unchanged: the operation under way that makes it so, else empty.
+    """
 
     kind: str
     namespace: str
@@ -111,6 +114,7 @@ class DeleteObject(Message, frozen=True, kw_only=True):
     name: Name
     namespace: Name = "default"
     uid: str = ""  # where given, only this very object
+    force: bool = False  # also where the node does not see its control plane
     requester: ShortText
     reason: ShortText = ""
     idempotency_key: ShortText = ""

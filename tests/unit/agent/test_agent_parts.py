@@ -196,3 +196,14 @@ async def test_a_watch_wakes_those_who_wait_and_only_them() -> None:
     assert not watch.event("mine").is_set()
     watch.notify_all()
     assert other.is_set()
+
+
+def test_those_for_whom_a_person_waits_keep_their_order_before_the_others() -> None:
+    queue = StartQueue(1, lambda uid: None)
+    assert queue.enter("runs") == 0
+    assert queue.enter("boot") == 1
+    assert [queue.enter(each, first=True) for each in ("a", "b")] == [1, 2]
+    assert queue.enter("boot", first=True) == 3
+    assert [queue.enter(each, first=True) for each in ("b", "a", "boot")] == [2, 1, 3]
+    queue.leave("runs")
+    assert [queue.enter(each, first=True) for each in ("a", "b")] == [0, 1]
