@@ -209,6 +209,8 @@ def _load(db: Connection) -> Snapshot:
         assignments=upstream_sql.assignments(db),
         outbox=outbox,
         outbox_seq=outbox_seq,
+        sightings=events_sql.sightings(db),
+        event_seq=events_sql.last_seq(db),
     )
 
 
