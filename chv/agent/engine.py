@@ -40,11 +40,12 @@ from chv.agent.operation_view import OperationView
 from chv.agent.ports import World
 from chv.agent.queries import VmAccess
 from chv.agent.rebuilding import Rebuilding
-from chv.agent.records import FINAL_STATES, AgentStore, StoredObject
+from chv.agent.records import FINAL_STATES, AgentStore, Change, StoredObject
 from chv.agent.recovery import RecoveryReport, take_census
 from chv.agent.snapshot.reconciler import SnapshotReconciler
 from chv.agent.snapshot.whole import VmSnapshotReconciler
 from chv.agent.tables import Tables
+from chv.agent.upstream.desk import UpstreamDesk
 from chv.agent.vm.reconciler import VmReconciler
 from chv.agent.volume.reconciler import VolumeReconciler
 from chv.agent.why import Why
@@ -98,7 +99,8 @@ class Engine:
         self._cancelling = Cancelling(self._context, self._workers, self.chores, self.node)
         self._view = OperationView(self._context, self.chores, self.node)
         self.operation_counts = OperationCounts()
-        self._ledger.on_commit = self.operation_counts.committed
+        self.upstream = UpstreamDesk(self._context, self._workers, self._mutations)
+        self._ledger.on_commit = self._committed
         self._ledger.on_reload = self._look_at_all
 
     async def load(self) -> None:
@@ -116,6 +118,7 @@ class Engine:
             self._context.begin_round()
             self._look_at_all()
             group.start_soon(self.node.run)
+            group.start_soon(self.upstream.run)
             group.start_soon(self.chores.run)
             group.start_soon(self._watch_deadlines)
             task_status.started()
@@ -130,9 +133,14 @@ class Engine:
             except ChvError as error:
                 log.warning("agent.deadlines.untold", error=str(error))
 
+    def _committed(self, tables: Tables, changes: tuple[Change, ...]) -> None:
+        self.operation_counts.committed(tables, changes)
+        self.upstream.committed(changes)
+
     def _look_at_all(self) -> None:
         """Memory was read: node and objects follow it, also what was stored without a reply."""
         self.node.follow()
+        self.upstream.look()
         for stored in self._ledger.tables.objects.values():
             self._workers.ensure(stored)
 
@@ -280,6 +288,11 @@ class Engine:
     def vm_uid(self, name: str, namespace: str) -> str:
         """The uid of a VM by name; NotFound."""
         return queries.require(self._context, "VirtualMachine", namespace, name).uid
+
+    @property
+    def ledger(self) -> Ledger:
+        """The memory of the store, for those who read its log of events."""
+        return self._ledger
 
     def tables(self) -> Tables:
         """Return the records in memory, to read at once: a reload replaces them."""

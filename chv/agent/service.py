@@ -17,6 +17,7 @@ from chv.agent.chores import Came, Task, Tell, Way, Wish
 from chv.agent.console.recording import FILE_NAME
 from chv.agent.daemons import Daemons
 from chv.agent.engine import Engine
+from chv.agent.events_api import EventsApi
 from chv.agent.history_api import HistoryApi
 from chv.agent.image.callers import path_refused, refuse_paths
 from chv.agent.network.watching import Watching
@@ -112,6 +113,7 @@ class Service:
         server.add(api.LIST_JOBS, self.storage_jobs)
         NodeWaiting(self._parts.node, self._is_paused).register(server)
         HistoryApi(engine.history, engine.why).register(server)
+        EventsApi(engine.ledger, self._parts.config.node.name).register(server)
         Watching(self._parts.daemons.link("nwd"), engine.directory).register(server)
 
     def _is_paused(self) -> bool:

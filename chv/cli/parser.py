@@ -7,6 +7,7 @@ import argparse
 from chv import VERSION
 from chv.cli.parser_clone import add_clone
 from chv.cli.parser_console import add_console
+from chv.cli.parser_events import add_events
 from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
 from chv.cli.parser_node import add_node
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     _guest(commands)
     add_console(commands, _add)
     add_operations(commands, _add)
+    add_events(commands, _add)
     add_history(commands, _add)
     _images(commands)
     add_storage(commands, _add)

@@ -15,7 +15,7 @@ from msgspec import Meta
 from chv.common.rpc import Method
 from chv.common.wire.types import GENERATION_MAX, Message, NameOrEmpty, Reply
 
-TAIL_MAX = 10_000
+TAIL_MAX = 100  # what fits into one chunk
 
 SeqOrNone = Annotated[int, Meta(ge=0, le=GENERATION_MAX)] | None
 

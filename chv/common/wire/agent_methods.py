@@ -5,6 +5,7 @@ from __future__ import annotations
 from chv.common.wire.agent import METHODS
 from chv.common.wire.agent_clone import CLONE_METHODS
 from chv.common.wire.agent_console import CONSOLE_METHODS
+from chv.common.wire.agent_events import EVENT_METHODS
 from chv.common.wire.agent_history import HISTORY_METHODS
 from chv.common.wire.agent_leaks import LEAK_METHODS
 from chv.common.wire.agent_node import NODE_METHODS
@@ -16,6 +17,7 @@ AGENT_METHODS = (
     *CLONE_METHODS,
     *REBUILD_METHODS,
     *HISTORY_METHODS,
+    *EVENT_METHODS,
     *NODE_METHODS,
     *LEAK_METHODS,
     *CONSOLE_METHODS,
