@@ -19,9 +19,9 @@ from chv.common.process import WorkerRecord
 from chv.common.store import Connection, Store
 from chv.common.wire.nwd import Shape, Topology, VmMetadata
 from chv.common.wire.nwd_policy import Existing, Exposure, IpProtocol, SecurityGroup
+from chv.nwd.graves import TOMBSTONES_MAX, Graves
 from chv.nwd.members import Members
 
-TOMBSTONES_MAX = 20_000
 RELEASED_MAX = 8192  # per network, both families; beyond it the oldest counts as never used
 
 MIGRATIONS = (
@@ -191,7 +191,7 @@ class Records:
         self.workers: dict[str, Worker] = {}
         self.groups: dict[str, GroupRow] = {}
         self.exposures: dict[str, ExposureRow] = {}
-        self.tombstones: dict[str, int] = {}
+        self.tombstones = Graves()
         self._released: dict[str, dict[str, None]] = {}
         self._members: dict[str, Members] = {}
 
@@ -210,7 +210,7 @@ class Records:
         records.workers = {row.network_id: row for row in workers}
         records.groups = {row.group.group_id: row for row in groups}
         records.exposures = {row.exposure.exposure_id: row for row in exposures}
-        records.tombstones = dict(await store.read(_tombstones))
+        records.tombstones = Graves(await store.read(_tombstones))
         for network_id, address in await store.read(_released):
             records._released.setdefault(network_id, {})[address] = None
         return records
@@ -403,7 +403,9 @@ def _release(network_id: str, address: str) -> tuple[Statement, ...]:
 
 
 def _tombstones(db: Connection) -> list[tuple[str, int]]:
-    return [tuple(row) for row in db.execute("SELECT uid, generation FROM tombstones")]
+    return [
+        tuple(row) for row in db.execute("SELECT uid, generation FROM tombstones ORDER BY number")
+    ]
 
 
 def _released(db: Connection) -> list[tuple[str, str]]:

@@ -50,6 +50,7 @@ class Chaos:
     trace: list[str] = field(default_factory=list)
     plan: dict[int, str] = field(default_factory=dict)  # the n-th call fails thus (exhaustive runs)
     on_kill: Callable[[], None] = lambda: None
+    effects_at: list[int] = field(default_factory=list)  # calls that change more than what is shown
 
     async def seam(
         self, life: int, name: str, effect: Callable[[], T], *, mutating: bool = True
@@ -89,6 +90,8 @@ class Chaos:
     def _begin(self, life: int, name: str, mutating: bool) -> str:
         self.check(life)
         number, self.calls = self.calls, self.calls + 1
+        if mutating and name != SHOWS:
+            self.effects_at.append(number)
         fault = self.plan.get(number, "") or self._draw(_weight(name, mutating))
         if fault.startswith("kill") and self.kills >= self.kills_max:
             fault = ""

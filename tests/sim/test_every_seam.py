@@ -48,6 +48,7 @@ class Life:
         self.machine = Machine(1, Chaos(random.Random(1), plan=plan))
         self.client = Client(random.Random(1), 0)
         self.done: list[str] = []
+        self.spans: dict[str, tuple[int, int]] = {}  # of each stage: its first call, and the next's
         self.lives = 0
 
     def run(self) -> list[str]:
@@ -73,7 +74,9 @@ class Life:
             async with anyio.create_task_group() as group:
                 await group.start(engine.run)
                 for stage in self.stages[len(self.done) :]:
+                    first, _ = self.spans.setdefault(stage, (machine.chaos.calls, 0))
                     await getattr(self, f"_{stage}")(bench)
+                    self.spans[stage] = (first, machine.chaos.calls)
                     self.done.append(stage)
                 group.cancel_scope.cancel()
             assert not engine.bugs()

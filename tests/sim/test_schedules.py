@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.sim.mutants import MUTANTS
+from tests.sim.mutants_node import NODE_MUTANTS, one_commit_is_lost
 from tests.sim.schedule import run
 from tests.sim.verdict import fail_where_broken
 
 SCHEDULES = int(os.environ.get("CHV_SIM_SCHEDULES", "500"))
 FIRST = int(os.environ.get("CHV_SIM_FROM", "1000"))
 CHUNKS = 10
+CANARY = 1
 MUTANT_SEEDS_MAX = 150  # the rarest is found by one seed in thirty
 SEEDS = [
     int(line.split("#")[0])
@@ -29,6 +31,12 @@ def test_a_seed_that_once_found_a_bug_finds_none(seed: int) -> None:
     fail_where_broken([run(seed)])
 
 
+def test_the_canary_is_found_dead() -> None:
+    """Whatever the agent does: a store that loses what it has acknowledged must be noticed."""
+    with one_commit_is_lost():
+        assert run(CANARY).problems
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_schedules_with_kills_and_faults_keep_every_invariant(chunk: int) -> None:
@@ -40,7 +48,7 @@ def test_schedules_with_kills_and_faults_keep_every_invariant(chunk: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", MUTANTS + NODE_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_planted_bug_is_caught(mutant: Callable[[], AbstractContextManager[None]]) -> None:
     with mutant():
         caught = any(run(seed).problems for seed in range(1, MUTANT_SEEDS_MAX))

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from chv.agent import store_sqlite, tables
 from chv.agent.node_record import Hold, NodeIntent, NodeRecord, PutNode
 from chv.agent.records import (
     AgentStore,
@@ -98,8 +99,8 @@ def operation(number: int = 0, id: str = "op-1", **more: Any) -> Operation:
 
 
 def tombstone(number: int = 0, **more: Any) -> Tombstone:
-    given = {"kind": "VirtualMachine", "namespace": "default", "name": "web", **more}
-    return Tombstone(uid=UIDS[number], generation=2, revision=9, deleted_at="now", **given)
+    given = {"kind": "VirtualMachine", "namespace": "default", "name": "web", "revision": 9, **more}
+    return Tombstone(uid=UIDS[number], generation=2, deleted_at="now", **given)
 
 
 async def refused(store: AgentStore, error: type[ChvError], *changes: Any) -> None:
@@ -267,6 +268,20 @@ async def test_pruning_drops_the_oldest_final_operations_alone(store: AgentStore
     await store.commit((Prune(operations_max=1, requests_max=10),))
     left = [each.id for each in await store.operations(limit=9)]
     assert left == ["op-live", "op-3"]
+
+
+async def test_the_oldest_of_too_many_tombstones_go(
+    store: AgentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tables, store_sqlite):
+        monkeypatch.setattr(module, "TOMBSTONES_MAX", 1)
+    for number in range(3):
+        await store.commit((PutObject(object=stored(number)),))
+        await store.commit((RemoveObject(tombstone=tombstone(number, revision=10 + number)),))
+    await store.commit((Prune(operations_max=10, requests_max=10),))
+    await refused(store, StaleGeneration, PutObject(object=stored(2)))
+    await store.commit((PutObject(object=stored(0)),))
+    assert (await store.load()).revision >= 12
 
 
 async def test_a_request_is_remembered_until_it_is_pruned(store: AgentStore) -> None:

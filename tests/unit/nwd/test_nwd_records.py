@@ -11,6 +11,7 @@ from chv.common.errors import Conflict
 from chv.common.ids import Ids
 from chv.common.store import Store
 from chv.common.wire.nwd import Topology
+from chv.nwd import graves
 from chv.nwd.records import MIGRATIONS, Network, Nic, Records, Worker
 
 IDS = Ids()
@@ -120,3 +121,11 @@ async def test_a_dropped_network_takes_its_worker_and_addresses_along(tmp_path: 
         again = await Records.load(store)
         assert (again.networks, again.workers, again.released(row.network_id)) == ({}, {}, set())
         assert again.tombstones == {port.nic_id: 1, row.network_id: 1}
+
+
+def test_the_oldest_of_too_many_graves_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graves, "TOMBSTONES_MAX", 2)
+    buried = graves.Graves()
+    for uid in ("a", "b", "a", "c"):
+        buried[uid] = 1
+    assert list(buried) == ["a", "c"]
