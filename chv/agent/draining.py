@@ -246,8 +246,10 @@ class NodeDesk:
             return f"its guest is asked to power off, for at most {timeout}, then it is killed"
         status = stored.resource.status
         for condition in status.conditions if status is not None else ():
+            if condition.type == "VMMRunning" and condition.message:
+                return condition.message
             if condition.type == "VMMRunning" and condition.status is not ConditionStatus.TRUE:
-                return condition.message or condition.reason
+                return condition.reason
         if operation is not None and operation.steps:
             step = operation.steps[-1]
             return f"{step.name} {step.outcome} since {step.started_at}"

@@ -75,6 +75,8 @@ async def open_bench(machine: Machine | None = None, **limits: Any) -> AsyncIter
         )
         machine.chaos.quiet = True
         machine.host.stord.mishaps = False
+    else:
+        machine.chaos.life += 1  # another agent, with ids of its own
     engine = Engine(machine.agent_store(), machine.world())
     await engine.load()
     await engine.recover()

@@ -241,7 +241,8 @@ def _vmm_running(picture: Picture) -> Condition:
     evidence = monitor.evidence if monitor is not None else ""
     running = picture.state in (VmmState.RUNNING, VmmState.PAUSED)
     assert seen.worker is not None
-    return condition("VMMRunning", running, picture.state.value.capitalize(), evidence=evidence)
+    turn = wait.message if wait is not None else ""  # to be stopped, in a drain
+    return condition("VMMRunning", running, picture.state.value.capitalize(), turn, evidence)
 
 
 def _not_running(picture: Picture, wait: WaitStep | None) -> Condition:
