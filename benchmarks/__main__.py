@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-AREAS = ("rpc", "cli", "agent", "storage", "network", "guest_io", "vmm")
+AREAS = ("rpc", "cli", "agent", "storage", "network", "guest_io", "vmm", "overhead")
 
 
 def main() -> int:

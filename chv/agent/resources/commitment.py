@@ -15,21 +15,22 @@ from functools import lru_cache
 from chv.agent.ports import VmmSelection
 from chv.agent.records import StoredObject, WorkerRow
 from chv.agent.resources.capacity import Capacity, about
-from chv.agent.resources.overhead import Shape, overhead_bytes
+from chv.agent.resources.overhead import Shape, overhead_bytes, qcow2_cache_bytes
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import facts_of, vm_of, wants_to_run
 from chv.common.errors import ResourceExhausted
 from chv.common.quantity import parse_bytes
 from chv.common.wire.agent import VmVerb
 from chv.common.wire.resources import (
-    DiskSpec,
     ImageFormat,
     VirtualMachineSpec,
     VmmChoice,
     Volume,
+    VolumeSpec,
 )
 
 Expect = Callable[[VmmChoice], VmmSelection | None]
+Find = Callable[[str, str, str], StoredObject | None]
 _bytes = lru_cache(maxsize=1024)(parse_bytes)
 _overhead = lru_cache(maxsize=4096)(overhead_bytes)
 
@@ -62,20 +63,24 @@ class Budget:
 
     # --- claims
 
-    def wanted(self, tables: Tables, stored: StoredObject) -> Claim:
-        """Return what a VM claims as it is wanted: nothing where it is not to run."""
+    def wanted(self, tables: Tables, stored: StoredObject, find: Find | None = None) -> Claim:
+        """Return what a VM claims as it is wanted: nothing where it is not to run.
+
+        `find`: volumes as they will be, where they are not in the tables yet.
+        """
         vm, facts = vm_of(stored), facts_of(stored)
         if not wants_to_run(vm, facts):
             return NOTHING
-        wish, row = self._of_wish(tables, stored), tables.workers.get(stored.uid)
-        return wish if row is None else _larger(wish, self._of_row(tables, stored, row))
+        find = find or tables.find
+        wish, row = self._of_wish(tables, stored, find), tables.workers.get(stored.uid)
+        return wish if row is None else _larger(wish, _of_row(stored, row, find))
 
     def held(self, tables: Tables, stored: StoredObject) -> Claim:
         """Return what a VM claims whose VMM may live: what it has, and what it is to grow to."""
         row = tables.workers.get(stored.uid)
         if row is None:
             return NOTHING
-        return _larger(self._of_row(tables, stored, row), self.wanted(tables, stored))
+        return _larger(_of_row(stored, row, tables.find), self.wanted(tables, stored))
 
     def committed(self, tables: Tables) -> Claim:
         """Return what all VMs claim that are wanted running."""
@@ -83,33 +88,42 @@ class Budget:
 
     def of_spec(self, tables: Tables, namespace: str, spec: VirtualMachineSpec) -> Claim:
         """Return what a VM of that spec would claim."""
-        return _claim(tables, namespace, spec, self.expect(spec.vmm))
+        return _claim(namespace, spec, self.expect(spec.vmm), tables.find)
 
     # --- refusals
 
     def refuse_excess(self, tables: Tables, after: Mapping[str, StoredObject]) -> None:
         """Refuse objects that would lead to more than there is: ResourceExhausted."""
-        grown: list[tuple[StoredObject, Claim, Claim]] = []
-        more_bytes = more_vcpus = 0
-        for stored in after.values():
-            if stored.facts is None:
-                continue
-            known = tables.objects.get(stored.uid)
-            was = self.wanted(tables, known) if known is not None else NOTHING
-            now = self.wanted(tables, stored)
-            more_bytes += now.memory_bytes - was.memory_bytes
-            more_vcpus += now.vcpus - was.vcpus
-            grown.append((stored, was, now))
+        changed = self._changed(tables, after)
+        more_bytes = sum(now.memory_bytes - was.memory_bytes for _, was, now in changed)
+        more_vcpus = sum(now.vcpus - was.vcpus for _, was, now in changed)
         if more_bytes <= 0 and more_vcpus <= 0:
             return
         total = self.committed(tables)
         memory, vcpus = self.capacity.memory_bytes, self.capacity.vcpus
         if memory is not None and more_bytes > 0 and total.memory_bytes + more_bytes > memory:
-            first = next(each for each in grown if each[2].memory_bytes > each[1].memory_bytes)
+            first = next(each for each in changed if each[2].memory_bytes > each[1].memory_bytes)
             raise self._no_memory(first[0], total.memory_bytes, more_bytes, first[2])
         if vcpus is not None and more_vcpus > 0 and total.vcpus + more_vcpus > vcpus:
-            first = next(each for each in grown if each[2].vcpus > each[1].vcpus)
+            first = next(each for each in changed if each[2].vcpus > each[1].vcpus)
             raise self._no_vcpus(first[0], total.vcpus, more_vcpus)
+
+    def _changed(
+        self, tables: Tables, after: Mapping[str, StoredObject]
+    ) -> list[tuple[StoredObject, Claim, Claim]]:
+        """Return the VMs of a request with their claims before and after it."""
+        future = {stored.key: stored for stored in after.values()}
+
+        def find(kind: str, namespace: str, name: str) -> StoredObject | None:
+            return future.get((kind, namespace, name)) or tables.find(kind, namespace, name)
+
+        found = []
+        for stored in after.values():
+            if stored.facts is not None:
+                known = tables.objects.get(stored.uid)
+                was = self.wanted(tables, known) if known is not None else NOTHING
+                found.append((stored, was, self.wanted(tables, stored, find)))
+        return found
 
     def refuse_verb(self, tables: Tables, after: StoredObject, verb: VmVerb) -> None:
         """Refuse a verb before a VM is stopped for it that could not come back."""
@@ -157,11 +171,11 @@ class Budget:
 
     # --- what a claim consists of
 
-    def _of_wish(self, tables: Tables, stored: StoredObject) -> Claim:
+    def _of_wish(self, tables: Tables, stored: StoredObject, find: Find) -> Claim:
         """What the next VMM is to have: that of the snapshot while the VM is being restored."""
         vm, facts = vm_of(stored), facts_of(stored)
         selection = facts.selection or self.expect(vm.spec.vmm)
-        claim = _claim(tables, vm.metadata.namespace, vm.spec, selection)
+        claim = _claim(vm.metadata.namespace, vm.spec, selection, find)
         snapshot = tables.objects.get(facts.restore.snapshot_uid) if facts.restore else None
         known = snapshot.snapshot_facts if snapshot is not None else None
         if known is None or known.saved is None:
@@ -169,44 +183,42 @@ class Budget:
         config = known.saved.config
         return _larger(claim, _sized(claim, config.memory_bytes, config.cpus))
 
-    def _of_row(self, tables: Tables, stored: StoredObject, row: WorkerRow) -> Claim:
-        """What a VMM has, whose sizes may have changed since its start."""
-        vm, config = vm_of(stored), row.config
-        selection = VmmSelection(name=row.driver, accelerator=config.accelerator)
-        claim = _claim(tables, vm.metadata.namespace, row.spec or vm.spec, selection)
-        return _sized(claim, config.memory_bytes, config.cpus)
+
+def _of_row(stored: StoredObject, row: WorkerRow, find: Find) -> Claim:
+    """What a VMM has, whose sizes may have changed since its start."""
+    vm, config = vm_of(stored), row.config
+    selection = VmmSelection(name=row.driver, accelerator=config.accelerator)
+    claim = _claim(vm.metadata.namespace, row.spec or vm.spec, selection, find)
+    return _sized(claim, config.memory_bytes, config.cpus)
 
 
 def _claim(
-    tables: Tables, namespace: str, spec: VirtualMachineSpec, selection: VmmSelection | None
+    namespace: str, spec: VirtualMachineSpec, selection: VmmSelection | None, find: Find
 ) -> Claim:
     memory_bytes = _bytes(spec.memory, field="spec.memory")
+    volumes = [_volume(find("Volume", namespace, disk.volume)) for disk in spec.disks]
+    layered = [each for each in volumes if each is None or each.format is ImageFormat.QCOW2]
     shape = Shape(
         driver=selection.name if selection is not None else _driver(spec.vmm),
         accelerator=selection.accelerator if selection is not None else "",
         vcpus=max(spec.cpus, spec.max_cpus),
         memory_bytes=max(memory_bytes, _bytes(spec.max_memory) if spec.max_memory else 0),
-        disks=len(spec.disks),
-        proxies=sum(_may_have_proxy(tables, namespace, disk) for disk in spec.disks),
+        disks=len(volumes),
+        proxies=0 if layered else len(volumes),  # a VM's disks are all behind one, or none is
         nics=len(spec.interfaces),
+        cache_bytes=sum(qcow2_cache_bytes(_bytes(each.size) if each else 0) for each in layered),
     )
     overhead = _overhead(shape)
     return Claim(memory_bytes + overhead, overhead, spec.cpus)
 
 
-def _vms(tables: Tables) -> Iterable[StoredObject]:
-    return (stored for stored in tables.objects.values() if stored.facts is not None)
+def _volume(stored: StoredObject | None) -> VolumeSpec | None:
+    volume = stored.resource if stored is not None else None
+    return volume.spec if isinstance(volume, Volume) else None
 
 
 def _driver(choice: VmmChoice) -> str:
     return "" if choice is VmmChoice.AUTO else choice.value
-
-
-def _may_have_proxy(tables: Tables, namespace: str, disk: DiskSpec) -> bool:
-    """Only raw disks have one; a volume that is not there yet may be raw."""
-    stored = tables.find("Volume", namespace, disk.volume)
-    volume = stored.resource if stored is not None else None
-    return not isinstance(volume, Volume) or volume.spec.format is not ImageFormat.QCOW2
 
 
 def _sized(claim: Claim, guest_bytes: int, vcpus: int) -> Claim:
@@ -227,3 +239,7 @@ def _sum(claims: Iterable[Claim]) -> Claim:
     for claim in claims:
         total += claim
     return total
+
+
+def _vms(tables: Tables) -> Iterable[StoredObject]:
+    return (stored for stored in tables.objects.values() if stored.facts is not None)
