@@ -88,7 +88,8 @@ class Client:
                 for result in applied.results:
                     self._acknowledge(result.uid, result.generation, result.operation_id)
             case {"delete": (kind, name)}:
-                reply = await engine.delete(api.DeleteObject(kind=kind, name=name, requester="sim"))
+                wish = api.DeleteObject(kind=kind, name=name, requester="sim", idempotency_key=key)
+                reply = await engine.delete(wish)
                 self._acknowledge(reply.operation.uid, 0, reply.operation.id)
             case {"verb": verb, "name": name, "force": force}:
                 reply = await engine.act(
@@ -104,8 +105,10 @@ class Client:
                 )
                 self.operations.add((await engine.act_on_volume(act)).operation.id)
             case {"node": verb}:
-                wish = ActOnNode(verb=verb, requester="sim", reason="because")
-                operation_id, _ = await engine.node.act(wish)
+                node_wish = ActOnNode(
+                    verb=verb, requester="sim", reason="because", idempotency_key=key
+                )
+                operation_id, _ = await engine.node.act(node_wish)
                 if operation_id:
                     self.operations.add(operation_id)
             case {"cancel": draw} if self.operations:

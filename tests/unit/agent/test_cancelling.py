@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from chv.agent.cancelling import INSTEAD, RULES
@@ -96,7 +97,7 @@ async def test_a_start_with_a_vmm_is_not_cancelled_and_stop_is_named() -> None:
     async with open_bench() as bench:
         await stopped(bench)
         operation = await bench.act("start")
-        while bench.process() is None:
+        while bench.process() is None:  # noqa: ASYNC110
             await anyio.sleep(0.01)
         with pytest.raises(FailedPrecondition) as caught:
             await cancelled(bench, operation)
@@ -250,7 +251,7 @@ async def test_a_start_that_waits_for_a_slot_shows_its_position() -> None:
                     now = (await bench.engine.get_operation(request)).operation
                     if now.queue is not None:
                         seen.add((now.queue.position, now.queue.waits_for))
-                await anyio.sleep(0)
+                await anyio.lowlevel.checkpoint()
                 if all(bench.process(f"vm{number}") is not None for number in range(3)):
                     break
         assert {(1, "a start slot"), (2, "a start slot")} <= seen

@@ -40,7 +40,7 @@ class Gate:
             self.begun += 1
             *_, on_progress = arguments
             await on_progress(50, 100)
-            while not self.open:
+            while not self.open:  # noqa: ASYNC110
                 await anyio.sleep(0.1)
             return await original(images, *arguments)
 
