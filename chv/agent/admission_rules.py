@@ -223,6 +223,7 @@ def _check_image(tables: Tables, before: StoredObject, old: Image, new: Image) -
 def _check_vm(
     tables: Tables, before: StoredObject, old: VirtualMachine, new: VirtualMachine
 ) -> None:
+    _refuse_changed(before, "spec.ephemeral", old.spec.ephemeral, new.spec.ephemeral)
     assert before.facts is not None
     if before.facts.selection is not None:
         _refuse_changed(

@@ -32,6 +32,9 @@ def add_clone(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     mode.add_argument(
         "--full", dest="mode", action="store_const", const="Full", help="copy the disks"
     )
+    clone.add_argument(
+        "--freeze", default="", metavar="TIME", help="freeze the vm's guest for at most 1s to 60s"
+    )
     clone.add_argument("-n", "--namespace", default="default", help="tenant (default: default)")
     clone.add_argument("--reason", default="", help="recorded with the operation")
     clone.add_argument("--no-wait", action="store_true", help="return once it is accepted")

@@ -12,6 +12,7 @@ import msgspec
 
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.cascade import finish_delete, taken_back
+from chv.agent.clone_undo import undo
 from chv.agent.cloning import collect_helper
 from chv.agent.conditions import condition, merge
 from chv.agent.records import (
@@ -106,8 +107,11 @@ class SnapshotReconciler(SimpleReconciler):
         return await self._take(stored, {volume.volume_id: volume for volume in volumes})
 
     async def _after_failure(self, stored: StoredObject, seen: Seen) -> Outcome:
-        """What was not taken as asked for is left for people to look at."""
-        del stored, seen
+        """What was not taken as asked for is left for people to look at; a clone is undone."""
+        del seen
+        why = f"the snapshot of its source was not taken: {snapshot_facts(stored).failed}"
+        if await undo(self._context, self._uid, why):
+            return Again()
         return Again() if await collect_helper(self._context, self._uid) else Done()
 
     async def _taken(self, stored: StoredObject, seen: Seen) -> Outcome:

@@ -65,6 +65,12 @@ def cloned(tables: Tables, source: StoredObject, request: CloneVm) -> Clone:
     resources: list[Resource] = [*volumes, _vm(source, disks, request)]
     if volumes:
         resources.append(_snapshot(source, snapshot, request))
+    elif request.freeze:
+        raise FailedPrecondition(
+            "it has no disk that it writes, so there is nothing to freeze it for",
+            resource=source.title,
+            field="freeze",
+        )
     for resource in resources:
         _refuse_taken(tables, resource)
     return Clone(tuple(resources), _left_out(tables, source))
@@ -86,6 +92,16 @@ def _starts_from(stored: StoredObject, snapshots: set[str]) -> bool:
     assert isinstance(stored.resource, Volume)
     source = stored.resource.spec.source
     return not stored.deleting and source is not None and source.snapshot in snapshots
+
+
+def unmade(tables: Tables, clone: StoredObject) -> str:
+    """Name a volume of a clone that does not have its data yet; empty: all have theirs."""
+    for disk in vm_of(clone).spec.disks:
+        stored = tables.find("Volume", clone.key[1], disk.volume)
+        status = stored.resource.status if stored is not None else None
+        if status is None or status.phase not in ("Ready", "Attached"):
+            return disk.volume
+    return ""
 
 
 def _volume(
@@ -184,7 +200,8 @@ def _snapshot(source: StoredObject, name: str, request: CloneVm) -> VolumeSnapsh
     metadata = ObjectMeta(
         name=_name(name), namespace=source.key[1], annotations={HELPER: request.new_name}
     )
-    return VolumeSnapshot(metadata=metadata, spec=VolumeSnapshotSpec(virtual_machine=source.key[2]))
+    spec = VolumeSnapshotSpec(virtual_machine=source.key[2], freeze=request.freeze)
+    return VolumeSnapshot(metadata=metadata, spec=spec)
 
 
 def _name(text: str) -> str:

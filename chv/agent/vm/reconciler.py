@@ -14,6 +14,7 @@ from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.context import Context
 from chv.agent.records import StoredObject
 from chv.agent.vm.apply import Applier
+from chv.agent.vm.cloning import unmade
 from chv.agent.vm.desired import desired_vm, facts_of, same_wish, vm_of
 from chv.agent.vm.model import (
     DesiredVm,
@@ -235,6 +236,10 @@ class VmReconciler:
         if desired.rebuild is RebuildStage.MAKING:
             words = progress(self._context.ledger.tables, stored)
             await self._context.operations.note(self._uid, words)
+            return
+        if operation.verb == "clone" and (name := unmade(self._context.ledger.tables, stored)):
+            await self._context.operations.note(self._uid, f"waits for volume {name}")
+            await self._expire()
             return
         if desired.held:
             await self._settle_held(operation, desired)

@@ -20,6 +20,7 @@ def clone(arguments: argparse.Namespace) -> int:
         reason=arguments.reason,
         mode=CloneModeName(arguments.mode),
         start=arguments.start,
+        freeze=arguments.freeze,
     )
     timeout_s = operations.seconds(arguments.timeout)
     with connect.client(arguments.socket) as client:

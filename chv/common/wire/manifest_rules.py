@@ -22,6 +22,7 @@ from chv.common.wire.resources import (
     ImageSpec,
     Network,
     Resource,
+    RunStrategy,
     SecurityGroup,
     VirtualMachine,
     VirtualMachineSnapshot,
@@ -95,6 +96,12 @@ def _check_vm(spec: VirtualMachineSpec) -> None:
     if parse_duration_s(spec.start_delay, field="spec.startDelay") > START_DELAY_S_MAX:
         raise InvalidArgument(
             f"{shown(spec.start_delay)} is out of range", field="spec.startDelay", hint="0s to 1h"
+        )
+    if spec.ephemeral and spec.run_strategy is RunStrategy.ALWAYS:
+        raise InvalidArgument(
+            "Always, yet an ephemeral VM never runs again",
+            field="spec.runStrategy",
+            hint="leave it out, or leave ephemeral out",
         )
     if not spec.boot.image and not spec.disks:
         raise InvalidArgument(

@@ -36,12 +36,15 @@ def always(value: T) -> T:
 
 
 class OwnerReference(Struct, kw_only=True, frozen=True):
-    """As in Kubernetes: the object goes when its owner goes."""
+    """As in Kubernetes: the object goes when its owner goes.
+
+    Without a `uid` it is the object of that kind and name in the same namespace or file.
+    """
 
     api_version: str
     kind: str
     name: Name
-    uid: str
+    uid: str = ""
     controller: bool = False
     block_owner_deletion: bool = False
 

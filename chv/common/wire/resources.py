@@ -328,6 +328,10 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
     and public address at once, the rest only while the VM is stopped, as does `boot.image`; on
     another network it is another interface. `vmm` never changes after the first start. A file that
     leaves `runStrategy` out does not start a VM that was stopped.
+
+    An `ephemeral` VM is deleted, with all that names it as its owner, once its guest has run and
+    ends for any reason: power-off, `chv stop`, crash, drain, reboot of the host. A restart and a
+    reset are no end. It is fixed at creation, and excludes `runStrategy: Always`.
     """
 
     run_strategy: RunStrategy = RunStrategy.RERUN_ON_FAILURE
@@ -344,6 +348,7 @@ class VirtualMachineSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
         default_factory=lambda: [22]
     )
     shutdown_timeout: Duration = "30s"
+    ephemeral: bool = False
     start_priority: Annotated[int, Meta(ge=-START_PRIORITY_MAX, le=START_PRIORITY_MAX)] = 0
     start_delay: Duration = "0s"
 

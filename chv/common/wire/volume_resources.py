@@ -19,6 +19,9 @@ from chv.common.wire.resource_base import (
 from chv.common.wire.storage import HostOrEmpty, IscsiName, StorageNameOrEmpty, VolumeClass
 from chv.common.wire.types import API_VERSION, Name, PathText, Port
 
+# How long a guest may stand frozen: `5s`; empty: it is not frozen.
+Freeze = Annotated[str, Meta(max_length=16, pattern=r"^([0-9]{1,6}(ms|s))?\Z")]
+
 
 class VolumeAccessMode(StrEnum):
     """Kubernetes' names: one VM that writes, or many VMs that only read."""
@@ -216,7 +219,7 @@ class VolumeSnapshotSpec(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     volume: Annotated[str, Meta(max_length=63)] = ""
     virtual_machine: Annotated[str, Meta(max_length=63)] = ""
-    freeze: Annotated[str, Meta(max_length=16, pattern=r"^([0-9]{1,6}(ms|s))?\Z")] = ""
+    freeze: Freeze = ""
 
 
 class SnapshotPartStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):

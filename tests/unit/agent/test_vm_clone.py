@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from chv.common.errors import Conflict, InUse, NotFound, Unsupported
+from chv.common.errors import Conflict, FailedPrecondition, InUse, NotFound, Unsupported
 from chv.common.wire import agent as api
 from chv.common.wire.agent_clone import CloneVm, CloneVmReply
-from tests.sim.bench import Bench, everything, open_bench, volume
+from tests.sim.bench import Bench, everything, manifest, open_bench, volume
 from tests.sim.virtual import simulated
 
 DISKS = [{"name": "data", "volume": "data"}, {"name": "more", "volume": "more"}]
@@ -106,3 +106,37 @@ async def test_the_same_request_under_its_key_makes_one_clone() -> None:
         assert first.operation.id == again.operation.id
         with pytest.raises(Conflict):
             await clone(bench, idempotency_key="k", start=False)
+
+
+@simulated
+async def test_a_clone_whose_snapshot_cannot_be_taken_leaves_nothing() -> None:
+    async with open_bench() as bench:
+        await running(bench)
+        await bench.final((await bench.act("stop")).id)  # there is no guest to freeze
+        reply = await clone(bench, freeze="5s")
+        final = await bench.final(reply.operation.id)
+        assert final.state.value == "Failed"
+        assert "the snapshot of its source was not taken" in final.message
+        for kind, names in (
+            ("VirtualMachine", ["two"]),
+            ("Volume", ["two-data", "two-more"]),
+            ("VolumeSnapshot", ["two-source"]),
+        ):
+            for name in names:
+                gone = api.WaitCondition(kind=kind, name=name, condition="deleted", timeout_s=60.0)
+                await bench.engine.wait_condition(gone)
+        assert bench.get("Volume", "data").status.snapshots == []
+        assert not bench.machine.violations
+
+
+@simulated
+async def test_a_frozen_guest_gives_a_clone_with_whole_file_systems() -> None:
+    async with open_bench() as bench:
+        await running(bench)
+        await made(bench, freeze="5s")
+        assert bench.get("VolumeSnapshot", "two-source").status.consistency == "FileSystem"
+        assert bench.condition("VMMRunning") == ("True", "Running")
+        await bench.apply(*everything()[2:])
+        await bench.apply(manifest("VirtualMachine", "bare", {"boot": {"image": "tiny"}}))
+        with pytest.raises(FailedPrecondition, match="nothing to freeze"):
+            await clone(bench, name="bare", new_name="three", freeze="5s")

@@ -1,0 +1,55 @@
+"""The end of a clone whose snapshot was not taken: nothing of it stays."""
+
+from __future__ import annotations
+
+from chv.agent.cascade import marked_deleting
+from chv.agent.context import Context
+from chv.agent.operations import SYSTEM
+from chv.agent.records import Change, PutObject, PutOperation, StoredObject
+from chv.agent.references import referrers
+from chv.agent.tables import Tables
+from chv.agent.vm.cloning import HELPER
+from chv.agent.vm.desired import vm_of
+from chv.common.wire.agent import OperationState
+
+
+async def undo(context: Context, uid: str, why: str) -> bool:
+    """Delete all that a clone has made whose snapshot was not taken; tell whether there was any.
+
+    One transaction: the clone's operation fails with the reason, and deletions by the node begin.
+    """
+    if not _made_with(context.ledger.tables, uid):
+        return False
+    async with context.ledger.writing() as tables:
+        made = _made_with(tables, uid)
+        changes: list[Change] = []
+        for ahead, stored in enumerate(made, start=1):
+            marked = marked_deleting(stored, context.now(), context.ledger.next_revision(ahead))
+            reason = f"the clone was not made: {why}"[:256]
+            operation = context.operations.new("delete", marked, SYSTEM, reason)
+            current = context.operations.current(stored.uid)
+            changes += [
+                PutObject(object=marked),
+                *context.operations.ending_open(current, OperationState.FAILED, why),
+                PutOperation(operation=operation),
+            ]
+        await context.ledger.commit_held(*changes)
+    for stored in made:
+        context.wake(stored.uid)
+    return bool(made)
+
+
+def _made_with(tables: Tables, uid: str) -> list[StoredObject]:
+    """Return the VM and the volumes of a clone, with its snapshot `uid`; none: it is no helper."""
+    snapshot = tables.objects.get(uid)
+    if snapshot is None or snapshot.deleting:
+        return []
+    name = snapshot.resource.metadata.annotations.get(HELPER, "")
+    if not name:
+        return []
+    volumes = [each for each in referrers(tables, snapshot.key) if not each.deleting]
+    names = {each.key[2] for each in volumes}
+    vm = tables.find("VirtualMachine", snapshot.key[1], name)
+    has_them = vm is not None and any(disk.volume in names for disk in vm_of(vm).spec.disks)
+    vms = [vm] if vm is not None and has_them and not vm.deleting else []
+    return [*vms, *volumes, snapshot]
