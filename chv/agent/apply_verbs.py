@@ -11,6 +11,7 @@ import msgspec
 from chv.agent.ports import Gate
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
+from chv.agent.upstream.rules import applies_desired
 from chv.common.wire.resources import (
     Resource,
     RunStrategy,
@@ -30,8 +31,9 @@ def check_verbs(gate: Gate, tables: Tables, resources: list[Resource]) -> None:
     for resource in resources:
         metadata = resource.metadata
         before = tables.find(resource.kind, metadata.namespace, metadata.name)
+        desired = applies_desired(tables, before, resource)
         for verb in sorted(verbs_of(before, resource)):
-            gate.check(verb)
+            gate.check(verb, desired=desired)
 
 
 def verbs_of(before: StoredObject | None, after: Resource) -> set[str]:

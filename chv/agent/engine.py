@@ -23,6 +23,7 @@ from chv.agent.cloning import Cloning
 from chv.agent.context import Context
 from chv.agent.deadlines import EVERY_S
 from chv.agent.draining import NodeDesk
+from chv.agent.events_news import News, storage_news
 from chv.agent.history import History
 from chv.agent.image.imports import ImageImports, ImportRequest
 from chv.agent.image.reconciler import ImageReconciler
@@ -98,6 +99,7 @@ class Engine:
         self.node = NodeDesk(self._context)
         self._cancelling = Cancelling(self._context, self._workers, self.chores, self.node)
         self._view = OperationView(self._context, self.chores, self.node)
+        self.news = News(self._ledger)
         self.operation_counts = OperationCounts()
         self.upstream = UpstreamDesk(self._context, self._workers, self._mutations)
         self._ledger.on_commit = self._committed
@@ -117,6 +119,7 @@ class Engine:
             self._workers.attach(group)
             self._context.begin_round()
             self._look_at_all()
+            group.start_soon(self.news.run)
             group.start_soon(self.node.run)
             group.start_soon(self.upstream.run)
             group.start_soon(self.chores.run)
@@ -311,6 +314,10 @@ class Engine:
     def notify_storage_event(self, event: StorageEvent) -> None:
         """A storage daemon was lost or is back, space is short, a job has ended: look there."""
         self._workers.wake(event.vm_id)
+        vm = self._context.stored(event.vm_id)
+        seen = storage_news(vm, event) if vm is not None else None
+        if seen is not None:
+            self.news.tell(seen)
         volume = self._context.stored(event.volume_id)
         if volume is not None:
             self._workers.wake(event.volume_id)

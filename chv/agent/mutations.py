@@ -6,6 +6,8 @@ was recorded for the first; an identical request on the same object joins the on
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import anyio.to_thread
 import msgspec
 
@@ -28,6 +30,7 @@ from chv.agent.records import (
 from chv.agent.snapshot.saving import refuse_unable
 from chv.agent.strategies import keep_stopped, silent
 from chv.agent.tables import Tables
+from chv.agent.upstream.rules import already_desired, check_force
 from chv.agent.verbs import acted, before_start, started
 from chv.agent.vm.desired import vm_of
 from chv.agent.vm.restoring import asked, find_snapshot, require_restorable, restores, saved_of
@@ -58,6 +61,13 @@ _replace = msgspec.structs.replace
 INLINE_CHARACTERS_MAX = 1024
 
 
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def namespace(self) -> str: ...
+
+
 class Mutations:
     """See the module."""
 
@@ -76,11 +86,7 @@ class Mutations:
         check_verbs(gate, tables, keep_stopped(tables, resources, unsaid))
         key = "" if request.dry_run else request.idempotency_key
         digest = digest or idempotency.digest("apply", *map(encode, resources))
-        await self._check_networks(resources)
-        await check_exposures(self._context, resources)
-        await self._check_user_data(resources)
-        self._check_keys(resources)
-        self._check_saves(resources)
+        await self.check(resources)
         ledger = self._context.ledger
         async with ledger.writing():
             known = await idempotency.recorded(ledger, key, digest)
@@ -97,8 +103,16 @@ class Mutations:
             remembered = idempotency.remembered(key, digest, reply)
             if admitted.changes or remembered:
                 await ledger.commit_held(*admitted.changes, *remembered)
-        self._start(admitted)
+        self.begin(admitted)
         return reply
+
+    async def check(self, resources: list[Resource]) -> None:
+        """Refuse what others than the tables know to be impossible; before the lock is taken."""
+        await self._check_networks(resources)
+        await check_exposures(self._context, resources)
+        await self._check_user_data(resources)
+        self._check_keys(resources)
+        self._check_saves(resources)
 
     async def refuse_when_short(self) -> None:
         """The reserve is for deletions and for the VMs that run."""
@@ -109,7 +123,8 @@ class Mutations:
                 hint="free space there, or delete objects, then apply again",
             )
 
-    def _start(self, admitted: Admitted) -> None:
+    def begin(self, admitted: Admitted) -> None:
+        """Let the workers of what was stored, and of who refers to it, look."""
         for stored in admitted.stored:
             self._workers.ensure(stored)
             self._context.wake_referrers(stored)
@@ -182,9 +197,12 @@ class Mutations:
 
     async def delete(self, request: api.DeleteObject) -> api.OperationReply:
         """Mark an object for deletion."""
-        self._context.world.gate.check("delete")
+        check_force(self._context.world.upstream, request)
+        forced_by = request.requester if request.force else ""
+        self._check_gate("delete", request.kind, request, forced_by)
         ledger, digest = self._context.ledger, idempotency.digest_of("delete", request)
         async with ledger.writing() as tables:
+            self._check_gate("delete", request.kind, request, forced_by)  # it may have changed
             known = await idempotency.recorded(ledger, request.idempotency_key, digest)
             if known is not None:
                 return await self._replayed(known)
@@ -219,7 +237,7 @@ class Mutations:
 
     async def act(self, request: api.ActOnVm) -> api.OperationReply:
         """Start, stop, restart or reset a VM."""
-        self._context.world.gate.check(request.verb.value)
+        self._check_gate(request.verb.value, "VirtualMachine", request)
         if request.verb is api.VmVerb.RESTORE:
             await self._check_restore(request)
         elif request.snapshot:
@@ -233,7 +251,7 @@ class Mutations:
             stored = queries.require(
                 self._context, "VirtualMachine", request.namespace, request.name
             )
-            self._context.world.gate.check(request.verb.value)  # it may have changed meanwhile
+            self._check_gate(request.verb.value, "VirtualMachine", request)  # may have changed
             operation = self._context.operations.new(
                 request.verb.value, stored, request.requester, request.reason
             )
@@ -255,6 +273,13 @@ class Mutations:
             )
         self._workers.ensure(after)
         return reply
+
+    def _check_gate(self, verb: str, kind: str, what: _Named, forced_by: str = "") -> None:
+        """Refuse what the node's state or its being cut off forbids."""
+        tables = self._context.ledger.tables
+        stored = tables.find(kind, what.namespace, what.name)
+        desired = already_desired(tables, stored, verb)
+        self._context.world.gate.check(verb, desired=desired, forced_by=forced_by)
 
     async def _check_restore(self, request: api.ActOnVm) -> None:
         """Refuse what would fail later, before a VM is stopped for it."""
@@ -323,10 +348,11 @@ class Mutations:
 
     async def act_on_volume(self, request: api.ActOnVolume) -> api.OperationReply:
         """Check, repair, back up, restore, grow now: an operation of its own beside the spec's."""
-        self._context.world.gate.check(request.verb.value)
+        self._check_gate(request.verb.value, "Volume", request)
         digest = idempotency.digest_of("act", request)
         ledger = self._context.ledger
         async with ledger.writing() as tables:
+            self._check_gate(request.verb.value, "Volume", request)  # it may have changed
             known = await idempotency.recorded(ledger, request.idempotency_key, digest)
             if known is not None:
                 return await self._replayed(known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from chv.agent.node import Node, NodeEvent, NodeState
 from chv.agent.node_record import Hold, NodeRecord
 from chv.agent.node_rules import Asked, Standing, refusal, shown
@@ -18,16 +20,16 @@ _HINTS = {
 class NodeGate:
     """See the module. `connected`: whether the control plane is seen; the embedded one always."""
 
-    def __init__(self, node: Node, *, connected: bool = True) -> None:
+    def __init__(self, node: Node, connected: Callable[[], bool] = lambda: True) -> None:
         self._node = node
         self._connected = connected
         self._paused: Hold | None = None
 
-    def check(self, verb: str) -> None:
-        """Raise FailedPrecondition where the node's state forbids the verb."""
+    def check(self, verb: str, *, desired: bool = False, forced_by: str = "") -> None:
+        """Raise FailedPrecondition where the node's state or its being cut off forbids the verb."""
         node = self._node
-        standing = Standing(node.state, node.why, self._paused, self._connected)
-        refused = refusal(Asked(verb), standing)
+        standing = Standing(node.state, node.why, self._paused, self._connected())
+        refused = refusal(Asked(verb, desired, forced_by), standing)
         if refused is not None:
             raise refused
 

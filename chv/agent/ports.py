@@ -20,6 +20,8 @@ from chv.agent.moments import Moment
 from chv.agent.node import NodeEvent
 from chv.agent.node_record import NodeRecord
 from chv.agent.resources.capacity import Capacity
+from chv.agent.upstream.link import Link
+from chv.agent.upstream.port import Embedded, Upstream
 from chv.common.clock import Clock, boot_id
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -360,10 +362,11 @@ class GuestPort(Protocol):
         """
         ...
 
-    async def serial_evidence(self, vm: VmHandle) -> str:
+    async def serial_evidence(self, vm: VmHandle, since_s: float = 0.0) -> str:
         """Return a serial line (with time) showing that the guest has booted, else ''.
 
-        Only lines of the VMM incarnation that runs now count. Never raises.
+        Only lines of the VMM incarnation that runs now count, and none from before `since_s`
+        (since 1970; 0: all of them). Never raises.
         """
         ...
 
@@ -399,8 +402,11 @@ class SavePort(Protocol):
 class Gate(Protocol):
     """The node's state as the engine needs it."""
 
-    def check(self, verb: str) -> None:
-        """Raise FailedPrecondition where the node's state forbids the verb (`node_rules`)."""
+    def check(self, verb: str, *, desired: bool = False, forced_by: str = "") -> None:
+        """Raise FailedPrecondition where the node forbids the verb (`node_rules`).
+
+        `desired`: what is desired has it already. `forced_by`: a named operator insists.
+        """
         ...
 
     def starts_allowed(self) -> bool:
@@ -449,6 +455,8 @@ class World:
     # What would be chosen by what the probes have seen so far; None: not known yet.
     expect: Callable[[VmmChoice], VmmSelection | None] = lambda choice: None
     boot_id: str = field(default_factory=boot_id)
+    upstream: Upstream = field(default_factory=Embedded)
+    link: Link | None = None  # to the upstream; the gate looks at the same one
 
     def moment(self) -> Moment:
         """Return this moment, to be kept over every end of the agent."""

@@ -351,6 +351,7 @@ def _remove_object(db: Connection, tombstone: Tombstone) -> None:
         (tombstone.uid, tombstone.revision, _encode(tombstone)),
     )
     generation_sql.removed(db, tombstone.uid)
+    events_sql.removed(db, tombstone.uid)
     upstream_sql.removed(db, tombstone.uid)
 
 

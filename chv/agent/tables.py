@@ -202,6 +202,8 @@ class Tables:
         self._drop(self.objects, stored.uid, undo)
         self._drop(self.by_key, stored.key, undo)
         self._drop(self.assignments, stored.uid, undo)
+        for key in [key for key, each in self.sightings.items() if each.uid == stored.uid]:
+            self._drop(self.sightings, key, undo)
         self._set(self.tombstones, stored.uid, tombstone, undo)
         if stored.uid in self.histories:
             kept = self.histories[stored.uid][-DELETED_GENERATIONS_MAX:]

@@ -18,7 +18,7 @@ from chv.common.wire.agent import VmVerb, VolumeVerb
 from chv.common.wire.manifest import parse
 from tests.sim.bench import bare, network
 
-SERVING = {"create", "clone", "migrate_in", "restore", "define", "update"}
+SERVING = {"create", "clone", "migrate_in", "restore", "rebuild", "define", "update"}
 RUNNING = {"start", "restart", "attach", "resize", "grow_now"}
 BRINGING = {"create", "clone", "migrate_in"}
 STATES = st.sampled_from(list(NodeState))
