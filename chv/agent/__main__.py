@@ -29,6 +29,14 @@ from chv.agent.console.api import ConsoleApi
 from chv.agent.console.keeper import ConsoleKeeper
 from chv.agent.daemons import DaemonEvents, Daemons
 from chv.agent.engine import Engine
+from chv.agent.events_news import (
+    daemon_down,
+    daemon_up,
+    host_news,
+    leak_news,
+    node_news,
+)
+from chv.agent.events_record import Sighting
 from chv.agent.guest_access import GuestProbe
 from chv.agent.images import Images
 from chv.agent.metrics import Metrics
@@ -46,6 +54,8 @@ from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
 from chv.agent.store_sqlite import open_store
 from chv.agent.upkeep_api import UpkeepApi
+from chv.agent.upstream.link import Link
+from chv.agent.upstream.port import Embedded, Upstream
 from chv.agent.vmms import Vmms
 from chv.common import config as configuration
 from chv.common import failpoint, logs
@@ -57,7 +67,7 @@ from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process import choose_provider
 from chv.common.rpc import Server, connect
-from chv.common.wire.agent import CollectImages
+from chv.common.wire.agent import CollectImages, DaemonStatus
 from chv.common.wire.agent_methods import AGENT_METHODS
 from chv.common.wire.nwd_policy import WATCH_NETWORKS
 from chv.common.wire.stord import WATCH_STORAGE
@@ -110,7 +120,9 @@ class Agent:
 
     def world(self) -> World:
         """Return the engine's view of everything."""
-        gate: Gate = NodeGate(self.node)
+        upstream: Upstream = Embedded()
+        link = Link(self.clock, embedded=upstream.embedded)
+        gate: Gate = NodeGate(self.node, lambda: link.connected)
         limits = self.config.limits
         return World(
             stord=self.daemons.link("stord"),
@@ -133,6 +145,8 @@ class Agent:
                 capacity=machine.capacity(limits),
             ),
             expect=self.probes.expected,
+            upstream=upstream,
+            link=link,
         )
 
     def census_parts(self, engine: Engine) -> CensusParts:
@@ -147,25 +161,38 @@ class Agent:
             clock=self.clock,
             ids=self.ids,
             config=self.config.census,
+            on_look=lambda book: engine.news.tell(*leak_news(engine.tables(), book)),
         )
 
     # --- what the daemons' supervisor tells
     def _daemon_ready(self, name: str) -> None:
         self.node.observe(_predicate(name), holds=True, reason="Answering")
+        self._tell(daemon_up(self._daemon(name)))
         if self.engine is not None:
             self.engine.notify_daemon_ready(name)
 
     def _daemon_lost(self, name: str, reason: str) -> None:
         known = _predicate(name) in self.node.held
         self.node.observe(_predicate(name), holds=False, reason="NotAnswering", message=reason)
+        state = "hung" if self._daemon(name).state == "hung" else "down"
+        self._tell(daemon_down(name, state, reason))
         if known and self.engine is not None:
             self.engine.notify_daemon_lost(name)
 
     def _daemon_failed(self, name: str, reason: str) -> None:
+        self._tell(daemon_down(name, "failed", reason))
         self.node.fatal(f"{name}: {reason}")
+
+    def _daemon(self, name: str) -> DaemonStatus:
+        return next(each for each in self.daemons.statuses() if each.name == name)
+
+    def _tell(self, *sightings: Sighting) -> None:
+        if self.engine is not None:
+            self.engine.news.tell(*sightings)
 
     def _on_state(self, state: NodeState) -> None:
         log.info("node.state", state=state, transition=self.node.transitions[-1])
+        self._tell(node_news(state, self.node.transitions[-1]))
         if state is NodeState.TENANT_READY and self.engine is not None:
             self.engine.notify_daemon_ready("node")
         if state is NodeState.BOOTSTRAPPING:
@@ -225,6 +252,7 @@ class Agent:
             found += await anyio.to_thread.run_sync(host_checks.shortages, self.layout)
         reason = "ChecksFailed" if found else "ChecksPassed"
         self.node.observe(Predicate.HOST, holds=not found, reason=reason, message="; ".join(found))
+        self._tell(host_news(found))
 
     async def adopt(self) -> None:
         """Judge what runs before anything is done."""

@@ -48,6 +48,7 @@ class CensusParts:
     clock: Clock
     ids: Ids
     config: CensusConfig
+    on_look: Callable[[LeakBook], None] = lambda book: None
 
 
 class Census:
@@ -81,6 +82,7 @@ class Census:
             stamp = timestamp(self.parts.clock.now())
             now_s = self.parts.clock.monotonic()
             self.leaks.note(seen, self.parts.records.busy(), now_s, stamp)
+        self.parts.on_look(self.leaks)
         if set(self.leaks.counts().items()) != before:
             log.warning("census.leaks", **self.leaks.counts())
 

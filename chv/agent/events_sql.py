@@ -65,6 +65,11 @@ def put_sighting(db: Connection, sighting: Sighting) -> None:
     db.execute("INSERT OR REPLACE INTO sightings VALUES (?, ?)", (sighting.key, body))
 
 
+def removed(db: Connection, uid: str) -> None:
+    """Forget what was seen of an object that is gone."""
+    db.execute("DELETE FROM sightings WHERE json_extract(body, '$.uid') = ?", (uid,))
+
+
 def sightings(db: Connection) -> tuple[Sighting, ...]:
     """Return all that is remembered."""
     rows = db.execute("SELECT body FROM sightings ORDER BY key")

@@ -89,6 +89,10 @@ class LeakBook:
         """Return a leak by its id."""
         return self._leaks.get(key)
 
+    def sees(self, key: str) -> bool:
+        """Tell whether the last look has seen it, be it certain or not."""
+        return key in self._seen
+
     def forget(self, key: str) -> None:
         """It was removed or taken up."""
         self._seen.pop(key, None)
