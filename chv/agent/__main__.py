@@ -45,7 +45,7 @@ from chv.agent.metrics_server import MetricsServer
 from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.node_gate import NodeGate
 from chv.agent.operations import SYSTEM
-from chv.agent.ports import Gate, Limits, World
+from chv.agent.ports import Limits, World
 from chv.agent.probes import Probes, settings_of
 from chv.agent.requesters import stamped
 from chv.agent.resources import machine
@@ -54,8 +54,8 @@ from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
 from chv.agent.store_sqlite import open_store
 from chv.agent.upkeep_api import UpkeepApi
+from chv.agent.upstream.desk import view_of
 from chv.agent.upstream.link import Link
-from chv.agent.upstream.port import Embedded, Upstream
 from chv.agent.vmms import Vmms
 from chv.common import config as configuration
 from chv.common import failpoint, logs
@@ -120,9 +120,7 @@ class Agent:
 
     def world(self) -> World:
         """Return the engine's view of everything."""
-        upstream: Upstream = Embedded()
-        link = Link(self.clock, embedded=upstream.embedded)
-        gate: Gate = NodeGate(self.node, lambda: link.connected)
+        link = Link(self.clock, embedded=True)  # the node is its own control plane
         limits = self.config.limits
         return World(
             stord=self.daemons.link("stord"),
@@ -132,7 +130,7 @@ class Agent:
             seeds=self.seeds,
             saves=Saves(self.layout),
             guest=self.guest,
-            gate=gate,
+            gate=NodeGate(self.node, lambda: link.connected),
             clock=self.clock,
             ids=self.ids,
             layout=self.layout,
@@ -145,7 +143,6 @@ class Agent:
                 capacity=machine.capacity(limits),
             ),
             expect=self.probes.expected,
-            upstream=upstream,
             link=link,
         )
 
@@ -193,6 +190,8 @@ class Agent:
     def _on_state(self, state: NodeState) -> None:
         log.info("node.state", state=state, transition=self.node.transitions[-1])
         self._tell(node_news(state, self.node.transitions[-1]))
+        if self.engine is not None:
+            self.engine.upstream.tell_node(view_of(self.node))
         if state is NodeState.TENANT_READY and self.engine is not None:
             self.engine.notify_daemon_ready("node")
         if state is NodeState.BOOTSTRAPPING:

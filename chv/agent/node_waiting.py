@@ -10,6 +10,7 @@ from collections.abc import Callable
 import anyio
 
 from chv.agent.node import Node, NodeState, Predicate
+from chv.agent.upstream.link import CONDITION as UPSTREAM_CONNECTED
 from chv.common.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from chv.common.rpc import Server
 from chv.common.wire.agent import NodeCondition
@@ -17,7 +18,12 @@ from chv.common.wire.agent_waiting import WAIT_NODE, WaitNode, WaitNodeReply
 
 LOOK_S = 0.2
 SCHEDULING = "SchedulingPaused"  # shown while it is so
-TYPES = (NodeState.TENANT_READY.value, *(each.value for each in Predicate), SCHEDULING)
+TYPES = (
+    NodeState.TENANT_READY.value,
+    *(each.value for each in Predicate),
+    SCHEDULING,
+    UPSTREAM_CONNECTED,
+)
 WAY_OUT = {
     NodeState.FAILED: "chv node reset",
     NodeState.MAINTENANCE: "chv node resume",
@@ -26,11 +32,17 @@ WAY_OUT = {
 
 
 class NodeWaiting:
-    """`paused` tells whether scheduling is."""
+    """`paused` tells whether scheduling is; `upstream`: the conditions of the control plane."""
 
-    def __init__(self, node: Node, paused: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        paused: Callable[[], bool],
+        upstream: Callable[[], list[NodeCondition]] = list,
+    ) -> None:
         self._node = node
         self._paused = paused
+        self._upstream = upstream
 
     def register(self, server: Server) -> None:
         """Give the method its handler."""
@@ -61,7 +73,7 @@ class NodeWaiting:
             since=node.since,
         )
         paused = NodeCondition(type=SCHEDULING, status=_word(holds=self._paused()), reason="Node")
-        return [ready, *node.conditions(), paused]
+        return [ready, *node.conditions(), paused, *self._upstream()]
 
     def _holds(self, request: WaitNode) -> bool:
         head, equals, value = request.condition.partition("=")

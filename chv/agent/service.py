@@ -22,7 +22,7 @@ from chv.agent.history_api import HistoryApi
 from chv.agent.image.callers import path_refused, refuse_paths
 from chv.agent.network.watching import Watching
 from chv.agent.node import Node
-from chv.agent.node_record import NODE_UID, Hold
+from chv.agent.node_record import NODE_UID, Hold, NodeRecord
 from chv.agent.node_waiting import NodeWaiting
 from chv.agent.probes import Probes
 from chv.agent.seeds import Seeds
@@ -111,7 +111,7 @@ class Service:
         server.add(api.LIST_KEYS, engine.keys.list_all)
         server.add(api.GET_STORAGE_METRICS, self.storage_metrics)
         server.add(api.LIST_JOBS, self.storage_jobs)
-        NodeWaiting(self._parts.node, self._is_paused).register(server)
+        NodeWaiting(self._parts.node, self._is_paused, engine.upstream.conditions).register(server)
         HistoryApi(engine.history, engine.why).register(server)
         EventsApi(engine.ledger, self._parts.config.node.name).register(server)
         Watching(self._parts.daemons.link("nwd"), engine.directory).register(server)
@@ -143,7 +143,7 @@ class Service:
             state_dir=str(self._layout.state),
             daemons=parts.daemons.statuses(),
             vmms=parts.probes.results(),
-            conditions=[*node.conditions(), *_scheduling(record.paused), *self._warnings()],
+            conditions=[*node.conditions(), *self._others(record)],
             features=self._features(),
             counts=self._engine.counts(),
             transitions=list(node.transitions),
@@ -151,6 +151,11 @@ class Service:
             drain=self._engine.node.progress(),
             scheduling_paused=_hold(record.paused),
         )
+
+    def _others(self, record: NodeRecord) -> list[api.NodeCondition]:
+        """Return the conditions that are no predicates of the state."""
+        upstream = self._engine.upstream.conditions()
+        return [*upstream, *_scheduling(record.paused), *self._warnings()]
 
     def _features(self) -> list[Feature]:
         found: list[Feature] = []

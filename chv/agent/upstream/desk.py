@@ -15,6 +15,7 @@ import msgspec
 from chv.agent.actors import Workers
 from chv.agent.context import Context
 from chv.agent.mutations import Mutations
+from chv.agent.node import Node
 from chv.agent.records import Change
 from chv.agent.upstream.intake import Intake, Parts
 from chv.agent.upstream.link import Link
@@ -274,6 +275,13 @@ class UpstreamDesk:
         await self._context.ledger.commit(PutReport(report=report))
         if self._node is view:
             self._node = None
+
+
+def view_of(node: Node) -> NodeView:
+    """Return how the node is, for its control plane."""
+    return NodeView(
+        state=node.state.value, since=node.since, why=node.why, conditions=node.conditions()
+    )
 
 
 def _rank(wanted: Wanted) -> tuple[int, str]:
