@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
+from datetime import UTC, datetime
 
 import anyio
 
 from chv.agent.console.recording import MARK_ATTACHED, tail_lines
 from chv.agent.links import DaemonLink
 from chv.agent.ports import VmHandle
+from chv.common.clock import timestamp
 from chv.common.errors import ChvError, OutcomeUnknown, Unavailable
 from chv.common.layout import Layout
 from chv.common.wire.nwd import GUEST, OPEN_GUEST_CONNECTION, OpenGuestConnection
@@ -18,6 +20,7 @@ CONNECT_TIMEOUT_S = 2.0
 BANNER_TIMEOUT_S = 5.0
 BANNER_BYTES_MAX = 255  # RFC 4253 4.2: identification string, CR and LF included
 SERIAL_LINES = 200
+WRITTEN_S = 0.05  # a line of before a reset may be written so much later
 # The tiny guest and the probe say `ready`; a general Linux says at last who may log in.
 BOOTED = re.compile(
     r"chv-guest: ready|@[0-9]+ ready |\blogin: *$|Reached target .*(Multi-User|Login)"
@@ -49,16 +52,20 @@ class GuestProbe:
             raise Unavailable(f"no SSH banner from {reply.remote}: {banner[:40]!r}")
         return f"{banner_line(banner)} from {reply.remote}"
 
-    async def serial_evidence(self, vm: VmHandle) -> str:
-        """Return the last serial line that shows a booted guest, of this incarnation only."""
+    async def serial_evidence(self, vm: VmHandle, since_s: float = 0.0) -> str:
+        """Return the last serial line that shows a booted guest, of this incarnation only.
+
+        `since_s`: and not from before that moment, since 1970.
+        """
         try:
             lines = await anyio.to_thread.run_sync(
                 tail_lines, self._layout.vm_state(vm.uid), SERIAL_LINES
             )
         except OSError:
             return ""  # no recording, no evidence
+        since = timestamp(datetime.fromtimestamp(since_s + WRITTEN_S, UTC)) if since_s else ""
         for line in reversed(lines):
-            if MARK_ATTACHED in line:
+            if MARK_ATTACHED in line or line < since:
                 return ""
             if BOOTED.search(line):
                 return f"serial: {line.strip()}"

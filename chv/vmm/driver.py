@@ -143,13 +143,21 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VmmObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """`reason` and `evidence` say where the state comes from, e.g. `query-status: shutdown`."""
+    """`reason` and `evidence` say where the state comes from, e.g. `query-status: shutdown`.
+
+    `reboots`: by the guest itself; at least, where the VMM tells them not exactly. `resets`: how
+    often it boots anew for another reason than a call of ours, `reset_at_s`: when it did last, for
+    whatever reason. `remembers`: both are of this process, else of the present connection alone.
+    """
 
     state: VmmState
     reason: str = ""
     evidence: str = ""
     version: str = ""
-    reboots: int | None = None  # by the guest itself in this process; None: not counted
+    reboots: int | None = None  # None: not counted
+    resets: int = 0
+    reset_at_s: float = 0.0  # since 1970; 0: not known
+    remembers: bool = True
 
 
 class DriverProbe(msgspec.Struct, frozen=True, kw_only=True):

@@ -103,6 +103,7 @@ class FakeDriverBase(Limited, ABC):
             evidence=f"fake: {reply.state}",
             version=fake_spec.VERSION,
             reboots=reply.reboots,
+            resets=reply.reboots,
         )
 
     async def create(

@@ -61,6 +61,7 @@ class SimProcess:
     frozen: bool = False
     memory_of: str = ""  # the snapshot that it has read and not run from yet
     runs: int = 0  # how often its vCPUs began to run
+    reboots: int = 0  # by the guest itself
     boot_id: str = ""
 
     @property
@@ -433,7 +434,13 @@ class SimVmms:
 
     async def observe(self, vm: VmHandle) -> VmmObservation:
         def look() -> VmmObservation:
-            return VmmObservation(state=self._host.monitor(vm.uid).state, evidence="sim")
+            process = self._host.monitor(vm.uid)
+            return VmmObservation(
+                state=process.state,
+                evidence="sim",
+                reboots=process.reboots,
+                resets=process.reboots,
+            )
 
         seen = await self._do("observe", look, False)
         assert isinstance(seen, VmmObservation)
@@ -715,7 +722,8 @@ class SimGuests:
 
         return await self._chaos.seam(self._life, "guest.ssh", effect, mutating=False)
 
-    async def serial_evidence(self, vm: VmHandle) -> str:
+    async def serial_evidence(self, vm: VmHandle, since_s: float = 0.0) -> str:
+        del since_s
         self._chaos.check(self._life)
         await anyio.lowlevel.checkpoint()
         process = self._host.live(vm.uid)

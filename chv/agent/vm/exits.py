@@ -108,7 +108,7 @@ def describe(ending: Ending, moment: str) -> str:
         EndKind.DELETE: "stopped for deletion",
         EndKind.GUEST_SHUTDOWN: "GuestShutdown: the guest powered off",
         EndKind.CRASH: "Crash: the VMM ended by itself",
-        EndKind.PANIC: "Panic: the guest's kernel panicked",
+        EndKind.PANIC: "GuestPanicked: the guest's kernel panicked",
         EndKind.START_TIMEOUT: "StartTimeout: the VMM did not come up in time",
         EndKind.SPAWN_FAILED: "SpawnFailed: the VMM could not be started",
         EndKind.RESTORE_FAILED: "RestoreFailed: its VMM did not take the snapshot",

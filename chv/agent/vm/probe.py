@@ -24,12 +24,23 @@ SSH_S = 10.0
 
 
 class Prober:
-    """The evidence of one VM. `boot_of` names the boot that runs now, '' where none does."""
+    """The evidence of one VM.
 
-    def __init__(self, context: Context, uid: str, boot_of: Callable[[], str]) -> None:
+    `boot_of` names the boot that runs now, '' where none does; `began_s` tells when it began, since
+    1970, 0 where that is not known.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        uid: str,
+        boot_of: Callable[[], str],
+        began_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._context = context
         self._uid = uid
         self._boot_of = boot_of
+        self._began_s = began_s
         self._boot = ""
         self._evidence = Evidence()
         self._asked_at = 0.0  # monotonic: when it was known last how SSH is
@@ -80,7 +91,8 @@ class Prober:
             return Evidence()
         seen = self._evidence
         if not seen.serial:
-            serial = await self._context.world.guest.serial_evidence(handle_of(stored))
+            guest = self._context.world.guest
+            serial = await guest.serial_evidence(handle_of(stored), self._began_s())
             seen = replace(seen, serial=serial, serial_at=self._context.now() if serial else "")
         answer = await self._ssh()
         if answer is None:

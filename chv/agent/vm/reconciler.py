@@ -27,6 +27,7 @@ from chv.agent.vm.plan import (
     plan,
 )
 from chv.agent.vm.probe import Prober
+from chv.agent.vm.reboots import Reboots
 from chv.agent.vm.rebuild_rules import former_disk, progress
 from chv.agent.vm.status import Picture, vm_status
 from chv.agent.vm.steps import (
@@ -61,9 +62,10 @@ class VmReconciler:
         self._context = context
         self._uid = uid
         self._memory = Memory()
-        self._prober = Prober(context, uid, lambda: self._boot)
+        self._prober = Prober(context, uid, lambda: self._boot, lambda: self._reboots.reset_at_s)
         self._boot = ""  # names the boot that runs now
         self._resets = 0
+        self._reboots = Reboots()
         self._group: TaskGroup | None = None
         self._watched = ""
         self._state: VmmState | None = None
@@ -146,9 +148,13 @@ class VmReconciler:
                 await self._context.operations.fail_step(operation.id, failure)
             raise failure
         if isinstance(step, ResetStep):
-            self._resets += 1
-            self._boot = f"{self._boot.partition('+')[0]}+{self._resets}" if self._boot else ""
-            self._prober.stir()
+            self._boots_anew()
+
+    def _boots_anew(self) -> None:
+        """What was heard is of an earlier boot."""
+        self._resets += 1
+        self._boot = f"{self._boot.partition('+')[0]}+{self._resets}" if self._boot else ""
+        self._prober.stir()
 
     def _still(self, desired: DesiredVm) -> bool:
         """Tell whether what is wanted is what was planned for, as far as it concerns the plan."""
@@ -313,9 +319,20 @@ class VmReconciler:
             self._boot = worker.worker_id
             self._started_at = self._context.now()
             self._prober.stir()
+        self._count_reboots(worker.worker_id, sight)
         if self._watched != worker.worker_id and self._group is not None:
             self._watched = worker.worker_id
             self._group.start_soon(self._watch, worker.worker_id, sight.record)
+
+    def _count_reboots(self, worker_id: str, sight: Sight) -> None:
+        stored, record = self._context.stored(self._uid), sight.record
+        if sight.monitor is None or sight.monitor.state is VmmState.UNKNOWN or record is None:
+            return
+        status = vm_of(stored).status if stored is not None else None
+        same = status is not None and status.vmm.pid == record.pid
+        shown = status.vmm if status is not None and same else None
+        if self._reboots.see(worker_id, sight.monitor, shown, self._context.now()):
+            self._boots_anew()
 
     async def _watch(self, worker_id: str, record: WorkerRecord) -> None:
         """Wake the worker when the process ends; a hint, the pass looks for itself."""
@@ -338,7 +355,7 @@ class VmReconciler:
         if stored is None:
             return True
         seen = await look_at_monitor(self._context, stored)
-        return seen.state is not self._state
+        return seen.state is not self._state or self._reboots.is_news(seen)
 
     async def _show(self, desired: DesiredVm, sight: Sight, steps: list[Step]) -> None:
         stored = self._context.stored(self._uid)
@@ -356,5 +373,6 @@ class VmReconciler:
             window_s=self._context.world.limits.restart_window_s,
             problem=self._problem,
             same_boot="+" not in self._boot,
+            reboots=self._reboots,
         )
         await self._context.publish(stored, vm_status(picture, self._context.now()))

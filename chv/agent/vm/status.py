@@ -6,7 +6,7 @@ Unknown, never assumed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chv.agent.condition_vm import SSH_S
 from chv.agent.conditions import condition, merge
@@ -20,6 +20,7 @@ from chv.agent.vm.model import (
 )
 from chv.agent.vm.observe import Sight
 from chv.agent.vm.pending import pending_changes, running_memory
+from chv.agent.vm.reboots import Reboots
 from chv.agent.vm.status_disks import disk_status, storage_lost, volumes_ready, wait_for
 from chv.agent.vm.steps import (
     AddNicStep,
@@ -69,6 +70,7 @@ class Picture:
     window_s: float  # in which crashes count
     problem: str = ""  # a final error
     same_boot: bool = True  # no reset since this agent came
+    reboots: Reboots = field(default_factory=Reboots)
 
     def said_before(self, kind: str) -> Condition | None:
         """Return what was shown of this very boot, be it by an earlier agent."""
@@ -343,6 +345,8 @@ def _vmm(picture: Picture) -> VmmStatus:
         cpus=row.config.cpus if row is not None else 0,
         memory=running_memory(row) if row is not None else "",
         seccomp=picture.sight.seccomp,
+        guest_reboots=picture.reboots.count if picture.alive else 0,
+        guest_rebooted_at=picture.reboots.at if picture.alive else "",
     )
 
 

@@ -380,6 +380,8 @@ class VmmStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):
     cpus: int = 0  # of the running VMM, whatever the spec says by now
     memory: str = ""
     seccomp: str = ""  # filtered | unfiltered: THREADS | none; empty: not looked at yet
+    guest_reboots: int = 0  # by the guest itself in this VMM; on QEMU at least so many
+    guest_rebooted_at: str = ""  # when the last one was seen
 
 
 class InterfaceStatus(Struct, kw_only=True, frozen=True, omit_defaults=True):

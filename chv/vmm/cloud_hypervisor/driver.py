@@ -169,6 +169,7 @@ class CloudHypervisorDriver(Limited):
             evidence=f"vm.info: {told}",
             version=version,
             reboots=seen.history.reboots,
+            resets=seen.history.reboots,
         )
 
     async def boot(self, runtime_dir: Path) -> None:

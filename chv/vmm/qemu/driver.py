@@ -104,11 +104,7 @@ class QemuDriver(Limited):
             await saving.restore(monitor, config, nic_fds, self._version)
 
     async def observe(self, runtime_dir: Path) -> VmmObservation:
-        """Ask QEMU for the state.
-
-        Reboots are not counted: its firmware reboots by itself after a reset, which QEMU announces
-        as it does a reboot by the guest.
-        """
+        """Ask QEMU for the state; what it has told of resets is known since we are connected."""
         monitor = self._monitor(runtime_dir)
         status = await machine.status(monitor)
         state = machine.state_of(status)
@@ -118,6 +114,10 @@ class QemuDriver(Limited):
             reason=reason or (status if status != state else ""),
             evidence=f"query-status: {status}",
             version=monitor.version(),
+            reboots=monitor.resets.reboots,
+            resets=monitor.resets.announced,
+            reset_at_s=monitor.resets.at_s,
+            remembers=False,
         )
 
     async def boot(self, runtime_dir: Path) -> None:

@@ -36,6 +36,7 @@ from chv.common.errors import (
     OutcomeUnknown,
     Unavailable,
 )
+from chv.vmm.qemu.resets import Resets
 
 COMMAND_S_MAX = 5.0
 DISCONNECT_S_MAX = 5.0
@@ -71,6 +72,7 @@ class Monitor:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shutdown_reason = ""  # of the last SHUTDOWN event; lost with the connection
+        self.resets = Resets()
         self._lock = anyio.Lock()
         self._client: _Client | None = None
         self._seen: Counter[str] = Counter()
@@ -177,10 +179,18 @@ class Monitor:
         data: Any = event.get("data", {})
         if name == "SHUTDOWN":
             self.shutdown_reason = str(data.get("reason", ""))
+        if name == "RESET":
+            self.resets.told(_moment_s(event), by_guest=bool(data.get("guest")))
         self._seen[name] += 1
         self._arrived.set()
         self._arrived = anyio.Event()
         return False
+
+
+def _moment_s(event: Message) -> float:
+    """Return when an event happened, since 1970; 0 where QEMU could not tell."""
+    at: Any = event.get("timestamp", {})
+    return max(0.0, at.get("seconds", 0) + at.get("microseconds", 0) / 1e6)
 
 
 async def _greeted(path: Path) -> socket.socket:

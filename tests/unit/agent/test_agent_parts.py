@@ -81,7 +81,11 @@ def test_every_kind_of_end_has_words() -> None:
     [
         (EndKind.STOP, "acpi", "stopped by acpi"),
         (EndKind.GUEST_SHUTDOWN, "quit", "GuestShutdown: the guest powered off"),
-        (EndKind.PANIC, "kill", "Panic: the guest's kernel panicked; its VMM was ended by kill"),
+        (
+            EndKind.PANIC,
+            "kill",
+            "GuestPanicked: the guest's kernel panicked; its VMM was ended by kill",
+        ),
         (EndKind.CRASH, "", "Crash: the VMM ended by itself"),
     ],
 )
