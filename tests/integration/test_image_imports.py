@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -149,23 +150,39 @@ def test_a_manifest_with_a_url_survives_the_death_of_the_agent(node: LiveNode, u
     assert list(data.iterdir()) == []
 
 
-def test_an_import_by_url_that_is_given_up_goes_on_later(node: LiveNode, url: str) -> None:
-    arguments = ["image", "import", url, "--name", "far", "--sha256", DIGEST]
+def test_an_import_by_url_outlives_its_command_and_is_cancelled_and_goes_on_later(
+    node: LiveNode, url: str
+) -> None:
+    arguments = ["image", "import", url, "--name", "far", "--sha256", DIGEST, "--reason", "first"]
     environment = dict(os.environ) | node._socket()
     first = subprocess.Popen(
-        [sys.executable, "-m", "chv.cli", *arguments], env=environment, cwd=ROOT
-    )
+        [sys.executable, "-m", "chv.cli", *arguments],
+        env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     data = node.dev.layout.images / "partial"
     wait_for(
         lambda: any(p.stat().st_size >= len(CONTENT) // 2 for p in data.glob("*.data")), 20, "half"
     )
-    first.kill()
-    first.wait()
-    wait_for(lambda: list(data.glob("*.json")), 10, "the point from which to go on")
+    operation = wait_for(lambda: progressed(node), 10, "progress")
+    first.send_signal(signal.SIGINT)
+    said = first.communicate(timeout=20)[1]
+    assert first.returncode == 130
+    assert f"{operation['id']} goes on" in said
+    assert progressed(node)["state"] == "Running"
+    node.cli("ops", "cancel", operation["id"], "--reason", "later")
+    shown = node.cli("ops", "show", operation["id"]).stdout
+    assert "Cancelled" in shown and "later" in shown and "first" in shown
+    assert list(data.glob("*.json"))  # the point from which to go on
     Handler.gate.set()
     assert DIGEST in node.cli(*arguments).stdout
     assert Handler.asked[0] == ""
     assert Handler.asked[-1].startswith("bytes=")
+
+
+def progressed(node: LiveNode) -> dict[str, Any]:
+    """The newest import, where it says how far it is."""
+    found = json.loads(node.cli("ops", "ls", "--verb", "import", "--json").stdout)
+    return found[0] if found and (found[0]["progress"] or {}).get("done") else {}
 
 
 async def test_a_full_disk_ends_a_download_and_an_upload_with_nothing_left(
