@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 
 from chv.common.errors import InvalidArgument
 from chv.common.names import shown
@@ -47,6 +48,15 @@ _WHOLE = re.compile(r"[0-9]{1,20}\Z")
 
 def parse_bytes(value: object, *, field: str = "") -> int:
     """Return the bytes that a text such as `2Gi` means."""
+    return _text_bytes(value, field) if isinstance(value, str) else _bytes(value, field)
+
+
+@lru_cache(maxsize=512)  # an agent reads the sizes of its objects in every pass
+def _text_bytes(text: str, field: str) -> int:
+    return _bytes(text, field)
+
+
+def _bytes(value: object, field: str) -> int:
     match = _BYTES.match(str(value)) if _is_plain(value) else None
     if match is None:
         raise InvalidArgument(f"{shown(value)} is not a size", field=field, hint=_UNIT_HINT)

@@ -144,7 +144,7 @@ class Mover:
                 volume_id=self._uid,
                 backend=target,
                 replace_backend=self._is_running(seen.attached_to),
-                waits=bool(seen.attached_to),
+                waits=True,  # where a VM has it by then, which what was seen cannot say
             )
             await self._context.stord.call(stord.MOVE_VOLUME, request)
             await failpoint("agent.volume.move.after")
