@@ -24,6 +24,7 @@ from benchmarks.node import fake_node, start
 from benchmarks.result import Results
 from chv.cli import manifests
 from chv.common.errors import ChvError
+from chv.common.pages import whole_blocking
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
 from chv.common.wire.types import API_VERSION, Empty
@@ -203,7 +204,7 @@ def _list_beside_a_hung_vmm(node: devnode.DevNode) -> dict[str, Any]:
         times = []
         for _ in range(LISTS):
             begun = time.perf_counter()
-            client.call(agent.LIST, agent.ListObjects(kind="VirtualMachine"))
+            _all_vms(client)
             times.append((time.perf_counter() - begun) * 1000)
             time.sleep(0.05)
         os.kill(pid, signal.SIGCONT)
@@ -267,6 +268,10 @@ def _pss_mib(pid: int) -> float:
 
 
 def _all_running(client: BlockingClient) -> bool:
-    items = client.call(agent.LIST, agent.ListObjects(kind="VirtualMachine")).items
-    found = [msgspec.json.decode(item) for item in items]
+    found = [msgspec.json.decode(item) for item in _all_vms(client)]
     return len(found) == ADOPTED_VMS and all(item["status"]["phase"] == "Running" for item in found)
+
+
+def _all_vms(client: BlockingClient) -> list[msgspec.Raw]:
+    request = agent.ListObjects(kind="VirtualMachine")
+    return whole_blocking(client.call, agent.LIST, request, "items").items

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.result import Results
 from benchmarks.storage_node import GIB, IDS, MIB, Stord, stord
 from chv.common.wire import stord as wire
-from chv.common.wire.types import Empty
+from chv.common.wire.types import ListPage
 
 _result = Results("storage")
 ATTACHES = 15
@@ -264,7 +264,7 @@ def _time_to_effect(node: Stord, program: Path, volume_id: str, export: str) -> 
         Load("randwrite", 4096, 16, 3.0, 256 * MIB).argv(program, "vhost", export),
         stdout=subprocess.DEVNULL,
     )
-    pid = node.client.call(wire.LIST_SESSIONS, Empty()).sessions[-1].backend_pid
+    pid = node.client.call(wire.LIST_SESSIONS, ListPage()).sessions[-1].backend_pid
     time.sleep(1.0)
     begun = time.perf_counter()
     _set_limits(node, volume_id, 5, wire.Limits(iops_total=wire.Rate(limit=2000)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -25,14 +26,21 @@ from chv.agent.resources.commitment import Budget
 from chv.agent.starts import Order, StartQueue
 from chv.common.clock import timestamp
 from chv.common.errors import ChvError
+from chv.common.pages import Call, whole
 from chv.common.rpc import Method
 from chv.common.wire import nwd, nwd_policy, stord
 from chv.common.wire.agent_operations import QueuePlace
 from chv.common.wire.resources import ConditionStatus, Resource
-from chv.common.wire.types import CallMeta, Empty
+from chv.common.wire.types import CallMeta, ListPage, PageReply
 
 BUGS_MAX = 20
+Listed = TypeVar("Listed", bound=PageReply)
 CALLS_MAX = 32  # at a time to each daemon; it serves twice as many
+
+
+def _listing(call: Call, method: Method[ListPage, Listed], field: str) -> Listing[Listed]:
+    """Return the list of all that a daemon has of one kind."""
+    return Listing(lambda: whole(call, method, ListPage(), field))
 
 
 class _Limited:
@@ -72,12 +80,22 @@ class Context:
         self.start_order = Order(lambda uid: start_rank(ledger.tables, uid), wake)
         self.stop_order = Order(lambda uid: stop_rank(ledger.tables, uid), wake)
         self.strangers: dict[str, str] = {}  # short uid of a VM -> worker id nobody recorded
-        self.volumes = Listing(lambda: self.stord.call(stord.LIST_VOLUMES, Empty()))
-        self.sessions = Listing(lambda: self.stord.call(stord.LIST_SESSIONS, Empty()))
-        self.networks = Listing(lambda: self.nwd.call(nwd.LIST_NETWORKS, Empty()))
-        self.groups = Listing(lambda: self.nwd.call(nwd_policy.LIST_GROUPS, Empty()))
-        self.exposures = Listing(lambda: self.nwd.call(nwd_policy.LIST_EXPOSURES, Empty()))
-        self.nics = Listing(lambda: self.nwd.call(nwd.LIST_NICS, Empty()))
+        self.volumes = Listing(
+            lambda: whole(self.stord.call, stord.LIST_VOLUMES, ListPage(), "volumes")
+        )
+        self.sessions = Listing(
+            lambda: whole(self.stord.call, stord.LIST_SESSIONS, ListPage(), "sessions")
+        )
+        self.networks = Listing(
+            lambda: whole(self.nwd.call, nwd.LIST_NETWORKS, ListPage(), "networks")
+        )
+        self.groups = Listing(
+            lambda: whole(self.nwd.call, nwd_policy.LIST_GROUPS, ListPage(), "groups")
+        )
+        self.exposures = Listing(
+            lambda: whole(self.nwd.call, nwd_policy.LIST_EXPOSURES, ListPage(), "exposures")
+        )
+        self.nics = _listing(self.nwd.call, nwd.LIST_NICS, "nics")
         self.holding: set[str] = set()  # VMs whose vCPUs stand for somebody who needs a moment
         self._vcpus: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         self.freezing: set[str] = set()  # VMs whose guest is frozen by somebody who will thaw it
@@ -126,6 +144,8 @@ class Context:
         seen = before.observed_generation if before is not None else 0
         if phase_of(before) != phase_of(status) or seen != status.observed_generation:
             self.wake_referrers(current)
+            for owner in current.resource.metadata.owner_references:
+                self.wake(owner.uid)
 
     def _dated(self, stored: StoredObject, status: Status) -> Status:
         """Return the status, where what is Unknown has the moment when it was known last."""

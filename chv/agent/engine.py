@@ -219,7 +219,7 @@ class Engine:
 
     def list(self, request: api.ListObjects) -> api.ListReply:
         """All objects of a kind, by namespace and name."""
-        return queries.listing(self._context, request.kind, request.namespace)
+        return queries.listing(self._context, request)
 
     async def get_operation(self, request: api.OperationRef) -> api.OperationReply:
         """One operation with its steps."""

@@ -11,6 +11,7 @@ from chv.agent.context import Context, phase_of
 from chv.agent.operation_filter import OperationFilter
 from chv.agent.records import FINAL_STATES, StoredObject
 from chv.agent.vm.desired import facts_of, nic_id, wants_to_run
+from chv.common import pages
 from chv.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from chv.common.wire import agent as api
 from chv.common.wire.agent import Operation
@@ -75,16 +76,24 @@ def _encoded(context: Context, stored: StoredObject) -> msgspec.Raw:
     return known[1]
 
 
-def listing(context: Context, kind: str, namespace: str) -> api.ListReply:
-    """Return all objects of a kind; the age is that of the oldest observation."""
+def listing(context: Context, request: api.ListObjects) -> api.ListReply:
+    """Return a page of the objects of a kind; the age is that of the oldest observation in it."""
     found = [
-        stored
-        for stored in context.ledger.tables.of_kind(kind)
-        if not namespace or stored.resource.metadata.namespace == namespace
+        (_page_key(stored), stored)
+        for stored in context.ledger.tables.of_kind(request.kind)
+        if request.namespace in ("", stored.resource.metadata.namespace)
     ]
-    items = [_encoded(context, stored) for stored in found]
-    ages = [age_s(context, stored) for stored in found]
-    return api.ListReply(items=items, age_s=max(ages, default=0.0), ages_s=ages)
+    behind = [(key, stored) for key, stored in found if key > request.after]
+    encoded = ((key, _encoded(context, stored)) for key, stored in behind)
+    items, after = pages.page(encoded, request.after)
+    ages = [age_s(context, stored) for _, stored in behind[: len(items)]]
+    return api.ListReply(items=items, age_s=max(ages, default=0.0), ages_s=ages, next=after)
+
+
+def _page_key(stored: StoredObject) -> str:
+    """Return a text that sorts as namespace and name do: a space comes before all of theirs."""
+    metadata = stored.resource.metadata
+    return f"{metadata.namespace} {metadata.name}"
 
 
 def age_s(context: Context, stored: StoredObject) -> float:

@@ -133,7 +133,7 @@ class LimitsConfig(_Table, frozen=True):
     machine; 0: as many as they like.
     """
 
-    vms_max: Annotated[int, Meta(ge=1, le=10_000)] = 200
+    vms_max: Annotated[int, Meta(ge=1, le=10_000)] = 500
     parallel_starts: Annotated[int, Meta(ge=1, le=256)] = 4
     parallel_drains: Annotated[int, Meta(ge=1, le=256)] = 8
     memory_reserve_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 512 << 20

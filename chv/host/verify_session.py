@@ -16,6 +16,7 @@ import anyio
 import msgspec
 
 from chv.common.errors import ChvError, Internal, InUse, NotFound, from_data
+from chv.common.pages import whole
 from chv.common.process import procfs
 from chv.common.rpc import Client
 from chv.common.wire import agent
@@ -72,7 +73,7 @@ class Session:
     async def all(self, kind: str, namespace: str = "") -> list[Resource]:
         """Return all objects of a kind, of one namespace where given."""
         request = agent.ListObjects(kind=kind, namespace=namespace)
-        reply = await self.client.call(agent.LIST, request)
+        reply = await whole(self.client.call, agent.LIST, request, "items")
         return [msgspec.json.decode(item, type=KINDS[kind]) for item in reply.items]
 
     async def apply(self, documents: Sequence[dict[str, Any]]) -> list[agent.AppliedObject]:

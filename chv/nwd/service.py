@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chv.common import pages
 from chv.common.errors import ChvError
 from chv.common.rpc import CallContext, Server, WithFds
 from chv.common.wire import nwd as wire
@@ -13,6 +14,7 @@ from chv.common.wire.types import (
     Done,
     Empty,
     Feature,
+    ListPage,
     ReapUnexplained,
 )
 from chv.nwd import node_addresses, stats
@@ -99,10 +101,11 @@ class Service:
         """See the wire."""
         return self._networks.info(request.network_id)
 
-    async def list_networks(self, _request: Empty) -> wire.ListNetworksReply:
+    async def list_networks(self, request: ListPage) -> wire.ListNetworksReply:
         """See the wire."""
         ids = sorted(self._parts.records.networks)
-        return wire.ListNetworksReply(networks=[self._networks.info(each) for each in ids])
+        found, after = pages.page(((uid, self._networks.info(uid)) for uid in ids), request.after)
+        return wire.ListNetworksReply(networks=found, next=after)
 
     # --- NICs
     async def attach(self, request: wire.AttachVmNic) -> wire.NicInfo:
@@ -128,10 +131,12 @@ class Service:
         """See the wire."""
         return (await self._nics.seen([request.nic_id]))[0]
 
-    async def list_nics(self, _request: Empty) -> wire.ListNicsReply:
+    async def list_nics(self, request: ListPage) -> wire.ListNicsReply:
         """See the wire."""
-        ids = sorted(self._parts.records.nics)
-        return wire.ListNicsReply(nics=await self._nics.seen(ids))
+        ids = sorted(uid for uid in self._parts.records.nics if uid > request.after)
+        seen = await self._nics.seen(ids)
+        found, after = pages.page(((each.nic_id, each) for each in seen), request.after)
+        return wire.ListNicsReply(nics=found, next=after)
 
     async def nic_stats(self, request: nwd_policy.GetNicStats) -> nwd_policy.NicStatsReply:
         """See the wire."""
@@ -146,9 +151,11 @@ class Service:
         await self._groups.delete(request.group_id, request.meta.generation)
         return Done()
 
-    async def list_groups(self, _request: Empty) -> nwd_policy.SecurityGroupsReply:
+    async def list_groups(self, request: ListPage) -> nwd_policy.SecurityGroupsReply:
         """See the wire."""
-        return nwd_policy.SecurityGroupsReply(groups=self._groups.infos())
+        infos = ((each.group_id, each) for each in self._groups.infos())
+        found, after = pages.page(infos, request.after)
+        return nwd_policy.SecurityGroupsReply(groups=found, next=after)
 
     async def delete_exposure(self, request: nwd_policy.ExposureRef) -> Done:
         """See the wire."""
@@ -156,9 +163,11 @@ class Service:
         await self._exposures.delete(request.exposure_id, meta.generation, request.existing)
         return Done()
 
-    async def list_exposures(self, _request: Empty) -> nwd_policy.ExposuresReply:
+    async def list_exposures(self, request: ListPage) -> nwd_policy.ExposuresReply:
         """See the wire."""
-        return nwd_policy.ExposuresReply(exposures=self._exposures.infos())
+        infos = ((each.exposure_id, each) for each in self._exposures.infos())
+        found, after = pages.page(infos, request.after)
+        return nwd_policy.ExposuresReply(exposures=found, next=after)
 
     async def check_exposure(self, request: nwd_policy.CheckExposure) -> Done:
         """See the wire."""

@@ -6,9 +6,12 @@ the other; the VM's lock is always taken after it.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import anyio
 import anyio.to_thread
 
+from chv.common import pages
 from chv.common.errors import ChvError
 from chv.common.process import run
 from chv.common.rpc import CallContext, Server
@@ -20,6 +23,7 @@ from chv.common.wire.types import (
     Done,
     Empty,
     Feature,
+    ListPage,
 )
 from chv.stord.attaching import Attaching, Gates
 from chv.stord.backends.file import FileBackend
@@ -154,9 +158,11 @@ class Service:
         """See the wire."""
         return await self._volumes.look(request.volume_id)
 
-    async def list_volumes(self, _request: Empty) -> wire.ListVolumesReply:
+    async def list_volumes(self, request: ListPage) -> wire.ListVolumesReply:
         """See the wire."""
-        return wire.ListVolumesReply(volumes=await self._volumes.listed())
+        infos = ((each.volume_id, each) for each in await self._volumes.listed())
+        found, after = pages.page(sorted(infos, key=itemgetter(0)), request.after)
+        return wire.ListVolumesReply(volumes=found, next=after)
 
     async def volume_health(self, request: wire.GetVolume) -> wire.VolumeHealth:
         """See the wire."""
@@ -205,10 +211,12 @@ class Service:
         await self._restarting.restart(request.vm_id, request.meta.operation_id)
         return self._sessions.backend_info(request.vm_id)
 
-    async def list_sessions(self, _request: Empty) -> wire.ListVolumeSessionsReply:
+    async def list_sessions(self, request: ListPage) -> wire.ListVolumeSessionsReply:
         """See the wire."""
-        sessions = [self._sessions.backend_info(vm_id) for vm_id in sorted(self._records.backends)]
-        return wire.ListVolumeSessionsReply(sessions=sessions)
+        ids = sorted(self._records.backends)
+        infos = ((vm_id, self._sessions.backend_info(vm_id)) for vm_id in ids)
+        found, after = pages.page(infos, request.after)
+        return wire.ListVolumeSessionsReply(sessions=found, next=after)
 
     async def watch(self, _request: Empty, context: CallContext) -> Done:
         """See the wire. Ends when the caller is too slow; it then subscribes again."""

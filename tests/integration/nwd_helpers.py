@@ -34,7 +34,7 @@ from chv.common.process import FoundWorker, choose_provider, scan, wait_gone
 from chv.common.rpc import Client, connect
 from chv.common.wire import nwd as wire
 from chv.common.wire import nwd_policy as policy
-from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
+from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty, ListPage
 from chv.nwd.kernel import netns, tap
 from tests.integration import nwd_frames as frames
 from tests.integration.nwd_frames import VNET_HEADER, checksum
@@ -247,7 +247,7 @@ class Node:
         return info
 
     async def nics(self) -> list[wire.NicInfo]:
-        reply: wire.ListNicsReply = await self.call(wire.LIST_NICS, Empty())
+        reply: wire.ListNicsReply = await self.call(wire.LIST_NICS, ListPage())
         return reply.nics
 
     async def nic(self, nic_id: str) -> wire.NicInfo:

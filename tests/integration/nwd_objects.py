@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from chv.common.wire import nwd_policy as wire
-from chv.common.wire.types import Empty
+from chv.common.wire.types import ListPage
 from tests.integration.nwd_helpers import IDS, Node, inside, meta
 
 ANYWHERE = ["0.0.0.0/0"]
@@ -52,7 +52,7 @@ async def delete_group(node: Node, group_id: str, generation: int = 1) -> None:
 
 
 async def groups(node: Node) -> dict[str, wire.SecurityGroupInfo]:
-    reply: wire.SecurityGroupsReply = await node.call(wire.LIST_GROUPS, Empty())
+    reply: wire.SecurityGroupsReply = await node.call(wire.LIST_GROUPS, ListPage())
     return {each.group_id: each for each in reply.groups}
 
 
@@ -94,7 +94,7 @@ async def delete_exposure(
 
 
 async def exposure(node: Node, exposure_id: str) -> wire.ExposureInfo:
-    reply: wire.ExposuresReply = await node.call(wire.LIST_EXPOSURES, Empty())
+    reply: wire.ExposuresReply = await node.call(wire.LIST_EXPOSURES, ListPage())
     return next(each for each in reply.exposures if each.exposure_id == exposure_id)
 
 

@@ -24,7 +24,7 @@ from chv.common.layout import Layout
 from chv.common.process import CgroupProvider, FoundWorker, choose_provider, scan, wait_gone
 from chv.common.rpc import Client, connect
 from chv.common.wire import stord as wire
-from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty
+from chv.common.wire.types import CENSUS, CallMeta, CensusItem, Done, Empty, ListPage
 from chv.stord import growth
 from tests.leftovers import scratch
 
@@ -266,11 +266,11 @@ class Node:
 
     async def volumes(self) -> list[wire.VolumeInfo]:
         async with self.client() as client:
-            return (await client.call(wire.LIST_VOLUMES, Empty())).volumes
+            return (await client.call(wire.LIST_VOLUMES, ListPage())).volumes
 
     async def sessions(self) -> list[wire.VmBackendInfo]:
         async with self.client() as client:
-            return (await client.call(wire.LIST_SESSIONS, Empty())).sessions
+            return (await client.call(wire.LIST_SESSIONS, ListPage())).sessions
 
     async def census(self) -> list[CensusItem]:
         async with self.client() as client:

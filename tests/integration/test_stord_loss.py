@@ -19,7 +19,7 @@ from chv.common.errors import DeadlineExceeded, FailedPrecondition, NotFound, Un
 from chv.common.rpc import Client, connect
 from chv.common.store import Store
 from chv.common.wire import stord as wire
-from chv.common.wire.types import HELLO, Empty, HelloRequest
+from chv.common.wire.types import HELLO, Empty, HelloRequest, ListPage
 from chv.stord import keeper
 from chv.stord.__main__ import prepare, serve
 from chv.stord.qsd import monitor
@@ -341,7 +341,7 @@ async def test_a_signal_during_recovery_is_obeyed_at_once(node: Node) -> None:
     async with node.client() as client:
         hello = await client.call(HELLO, HelloRequest())
         with pytest.raises(Unavailable, match="recovering"):
-            await client.call(wire.LIST_VOLUMES, Empty())
+            await client.call(wire.LIST_VOLUMES, ListPage())
     assert hello.state == "recovering"
 
     with anyio.fail_after(2):

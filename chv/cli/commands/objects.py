@@ -10,6 +10,7 @@ import msgspec
 from chv.cli import ages, connect, manifests, operations, output, tables
 from chv.cli.deletion import in_rounds
 from chv.common.errors import InvalidArgument, NotFound
+from chv.common.pages import whole_blocking
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
 from chv.common.wire.resources import APPLY_ORDER, KIND_ALIASES
@@ -62,7 +63,8 @@ def get(arguments: argparse.Namespace) -> int:
             items, ages_s = [msgspec.json.decode(reply_one.object)], [reply_one.age_s]
         else:
             namespace = "" if arguments.all_namespaces else arguments.namespace
-            reply = client.call(agent.LIST, agent.ListObjects(kind=kind, namespace=namespace))
+            request = agent.ListObjects(kind=kind, namespace=namespace)
+            reply = whole_blocking(client.call, agent.LIST, request, "items", "ages_s")
             items, ages_s = [msgspec.json.decode(item) for item in reply.items], reply.ages_s
     if arguments.output:
         ages.put(items, ages_s)

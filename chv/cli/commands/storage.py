@@ -9,6 +9,7 @@ import msgspec
 
 from chv.cli import connect, output
 from chv.cli.tables import condition
+from chv.common.pages import whole_blocking
 from chv.common.wire import agent
 from chv.common.wire.types import Empty
 
@@ -17,7 +18,9 @@ def status(arguments: argparse.Namespace) -> int:
     """Show the storage daemon, what this node can do, and volumes that need somebody."""
     with connect.client(arguments.socket) as client:
         node = client.call(agent.NODE_STATUS, Empty())
-        listed = client.call(agent.LIST, agent.ListObjects(kind="Volume")).items
+        listed = whole_blocking(
+            client.call, agent.LIST, agent.ListObjects(kind="Volume"), "items", "ages_s"
+        ).items
     volumes = [msgspec.json.decode(item) for item in listed]
     daemon = next((each for each in node.daemons if each.name == "stord"), None)
     if arguments.output:

@@ -10,6 +10,7 @@ import anyio
 from chv.cli import connect, operations, output
 from chv.cli.deletion import in_rounds
 from chv.common.errors import ChvError, Conflict, Unavailable
+from chv.common.pages import whole_blocking
 from chv.common.process.foreground import run_foreground
 from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent
@@ -89,7 +90,8 @@ def delete_everything(socket: Path, timeout_s: float) -> None:
         items: list[tuple[str, bytes]] = []
         for kind in reversed(APPLY_ORDER):
             try:
-                found = client.call(agent.LIST, agent.ListObjects(kind=kind)).items
+                request = agent.ListObjects(kind=kind)
+                found = whole_blocking(client.call, agent.LIST, request, "items").items
             except Unavailable as error:
                 output.note(f"{kind} objects are not deleted: {error.message}")
                 return

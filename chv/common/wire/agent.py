@@ -23,9 +23,11 @@ from chv.common.wire.types import (
     Done,
     Empty,
     Feature,
+    ListPage,
     Message,
     Name,
     NameOrEmpty,
+    PageReply,
     PathText,
     Port,
     Reply,
@@ -92,14 +94,14 @@ class ObjectReply(Reply, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
-class ListObjects(Message, frozen=True, kw_only=True):
-    """All objects of a kind; namespace empty means all of them."""
+class ListObjects(ListPage, frozen=True, kw_only=True):
+    """Objects of a kind; namespace empty means all of them."""
 
     kind: Kind
     namespace: NameOrEmpty = ""
 
 
-class ListReply(Reply, frozen=True, kw_only=True):
+class ListReply(PageReply, frozen=True, kw_only=True):
     """Answered from memory; never waits for a VMM. `age_s`: of the oldest; `ages_s`: of each."""
 
     items: list[msgspec.Raw] = []

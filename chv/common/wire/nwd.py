@@ -30,10 +30,12 @@ from chv.common.wire.types import (
     Ipv4OrEmpty,
     Ipv6CidrOrEmpty,
     Ipv6OrEmpty,
+    ListPage,
     MacOrEmpty,
     Message,
     Mtu,
     Name,
+    PageReply,
     Port,
     Reply,
     ShortText,
@@ -41,6 +43,7 @@ from chv.common.wire.types import (
 )
 
 GUEST_PORTS_MAX = 16
+BRIDGE_PORTS_MAX = 1023  # NICs of a network: what the kernel's bridge takes
 FORWARDERS_MAX = 4
 SEARCH_MAX = 6
 RECORDS_MAX = 1024
@@ -268,13 +271,13 @@ class GetNic(Message, frozen=True, kw_only=True):
     nic_id: Uid
 
 
-class ListNetworksReply(Reply, frozen=True, kw_only=True):
+class ListNetworksReply(PageReply, frozen=True, kw_only=True):
     """Every network with a record."""
 
     networks: list[NetworkInfo] = []
 
 
-class ListNicsReply(Reply, frozen=True, kw_only=True):
+class ListNicsReply(PageReply, frozen=True, kw_only=True):
     """Every NIC with a record."""
 
     nics: list[NicInfo] = []
@@ -306,8 +309,8 @@ OPEN_GUEST_CONNECTION = Method(
 )
 GET_NETWORK = Method("GetNetwork", GetNetwork, NetworkInfo, mutating=False)
 GET_NIC = Method("GetVmNic", GetNic, NicInfo, mutating=False)
-LIST_NETWORKS = Method("ListNamespaceState", Empty, ListNetworksReply, mutating=False)
-LIST_NICS = Method("ListVmNics", Empty, ListNicsReply, mutating=False)
+LIST_NETWORKS = Method("ListNamespaceState", ListPage, ListNetworksReply, mutating=False)
+LIST_NICS = Method("ListVmNics", ListPage, ListNicsReply, mutating=False)
 NWD_HEALTH = Method("GetHealth", Empty, NwdHealth, timeout_s=5.0, mutating=False)
 
 METHODS = (

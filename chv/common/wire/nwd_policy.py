@@ -21,8 +21,10 @@ from chv.common.wire.types import (
     Empty,
     Generation,
     Ip,
+    ListPage,
     Message,
     Name,
+    PageReply,
     Port,
     PortRange,
     Reply,
@@ -119,7 +121,7 @@ class SecurityGroupInfo(Reply, frozen=True, kw_only=True):
     message: str = ""
 
 
-class SecurityGroupsReply(Reply, frozen=True, kw_only=True):
+class SecurityGroupsReply(PageReply, frozen=True, kw_only=True):
     """Every group with a record."""
 
     groups: list[SecurityGroupInfo] = []
@@ -238,7 +240,7 @@ class ExposureInfo(Reply, frozen=True, kw_only=True):
     message: str = ""
 
 
-class ExposuresReply(Reply, frozen=True, kw_only=True):
+class ExposuresReply(PageReply, frozen=True, kw_only=True):
     """Every exposure with a record."""
 
     exposures: list[ExposureInfo] = []
@@ -355,10 +357,10 @@ class OpenCapture(Message, frozen=True, kw_only=True):
 
 SET_GROUP = Method("SetSecurityGroup", SetSecurityGroup, SecurityGroupInfo, timeout_s=20.0)
 DELETE_GROUP = Method("DeleteSecurityGroup", GroupRef, Done)
-LIST_GROUPS = Method("ListSecurityGroups", Empty, SecurityGroupsReply, mutating=False)
+LIST_GROUPS = Method("ListSecurityGroups", ListPage, SecurityGroupsReply, mutating=False)
 SET_EXPOSURE = Method("SetExposure", SetExposure, ExposureInfo, timeout_s=20.0)
 DELETE_EXPOSURE = Method("DeleteExposure", ExposureRef, Done)
-LIST_EXPOSURES = Method("ListExposures", Empty, ExposuresReply, mutating=False)
+LIST_EXPOSURES = Method("ListExposures", ListPage, ExposuresReply, mutating=False)
 # Refuses what SetExposure would, as far as the node alone can tell.
 CHECK_EXPOSURE = Method("CheckExposure", CheckExposure, Done, mutating=False)
 # Sends NetworkEvent notifications until the caller leaves; one of kind `node` comes first.

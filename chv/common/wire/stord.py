@@ -69,7 +69,9 @@ from chv.common.wire.types import (
     Empty,
     Generation,
     HostUid,
+    ListPage,
     Message,
+    PageReply,
     Reply,
     ShortText,
     SizeBytes,
@@ -309,13 +311,13 @@ class VmBackendInfo(Reply, frozen=True, kw_only=True):
     attachments: list[AttachmentInfo] = []
 
 
-class ListVolumesReply(Reply, frozen=True, kw_only=True):
+class ListVolumesReply(PageReply, frozen=True, kw_only=True):
     """Every volume with a record."""
 
     volumes: list[VolumeInfo] = []
 
 
-class ListVolumeSessionsReply(Reply, frozen=True, kw_only=True):
+class ListVolumeSessionsReply(PageReply, frozen=True, kw_only=True):
     """Every VM with attachments."""
 
     sessions: list[VmBackendInfo] = []
@@ -337,8 +339,8 @@ RECOVER_VM_BACKEND = Method("RecoverVmBackend", RecoverVmBackend, VmBackendInfo)
 RESTART_VM_BACKEND = Method("RestartVmBackend", RestartVmBackend, VmBackendInfo, timeout_s=30.0)
 GET_VOLUME = Method("GetVolume", GetVolume, VolumeInfo, mutating=False)
 GET_VOLUME_HEALTH = Method("GetVolumeHealth", GetVolume, VolumeHealth, mutating=False)
-LIST_VOLUMES = Method("ListVolumes", Empty, ListVolumesReply, mutating=False)
-LIST_SESSIONS = Method("ListVolumeSessions", Empty, ListVolumeSessionsReply, mutating=False)
+LIST_VOLUMES = Method("ListVolumes", ListPage, ListVolumesReply, mutating=False)
+LIST_SESSIONS = Method("ListVolumeSessions", ListPage, ListVolumeSessionsReply, mutating=False)
 STORD_HEALTH = Method("GetHealth", Empty, StordHealth, timeout_s=5.0, mutating=False)
 # Sends StorageEvent notifications until the caller leaves; losses still open come first.
 WATCH_STORAGE = Method(

@@ -107,6 +107,18 @@ class Empty(Message, frozen=True, kw_only=True):
     """No parameters."""
 
 
+class ListPage(Message, frozen=True, kw_only=True):
+    """One page of a list: what comes behind the key `after`, the `next` of the page before."""
+
+    after: ShortText = ""
+
+
+class PageReply(Reply, frozen=True, kw_only=True):
+    """`next`: where the next page begins, empty on the last; `chv.common.pages` gathers them."""
+
+    next: ShortText = ""
+
+
 class Done(Reply, frozen=True, kw_only=True):
     """Nothing to say beyond success."""
 
