@@ -78,6 +78,7 @@ def _asked(request: CloneVm) -> dict[str, str | int | bool | None]:
         "source": request.name,
         "mode": CloneModeName(request.mode).value,
         "start": request.start,
+        "freeze": request.freeze,
     }
 
 

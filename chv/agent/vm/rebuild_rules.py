@@ -88,7 +88,7 @@ def _obstacle(tables: Tables, stored: StoredObject, wish: Rebuild) -> str:
         return f"its root volume is used by {others}"
     if new is None or new.deleting:
         return "the new root volume was deleted"
-    if not _is_ready(new) and tables.active_operation(new.uid) is None:
+    if _has_failed(new) or (not _is_ready(new) and tables.active_operation(new.uid) is None):
         return f"the new root volume could not be made: {_said(new)}"
     return ""
 
@@ -104,6 +104,11 @@ def _is_ready(stored: StoredObject) -> bool:
     if status is None or status.phase != "Ready":
         return False
     return any(c.type == "Ready" and c.status is ConditionStatus.TRUE for c in status.conditions)
+
+
+def _has_failed(stored: StoredObject) -> bool:
+    status = volume_of(stored).status
+    return status is not None and status.phase == "Failed"
 
 
 def _is_busy(stored: StoredObject) -> bool:

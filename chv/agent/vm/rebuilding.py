@@ -16,6 +16,7 @@ from chv.agent.operations import SYSTEM
 from chv.agent.rebuild_record import Rebuild
 from chv.agent.records import Change, PutFacts, PutObject, StoredObject
 from chv.agent.tables import Tables
+from chv.agent.vm.crashes import forgiven
 from chv.agent.vm.model import RebuildStage
 from chv.agent.vm.rebuild_rules import (
     FORMER,
@@ -100,10 +101,9 @@ def _rebuilt(
     )
     # It was given up on with the former disk.
     facts = _replace(
-        facts,
+        forgiven(facts),
         rebuild=None if wish.keep_old else _replace(wish, swapped=True),
         rebuilds=facts.rebuilds + 1,
-        given_up="",
     )
     return _replace(vm, resource=_replace(resource, metadata=metadata, spec=spec), facts=facts)
 
