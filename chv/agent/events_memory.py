@@ -16,7 +16,7 @@ def page(tables: Tables, after_seq: int, wanted: WatchEvents, limit: int) -> Eve
     head = _head(tables)
     if after_seq + 1 < head.oldest_seq:
         return msgspec.structs.replace(head, last_seq=after_seq)
-    later = (event for event in tables.events.values() if event.seq > after_seq)
+    later = (tables.events[seq] for seq in range(after_seq + 1, tables.event_seq + 1))
     found = [event for event in later if takes(wanted, event)][:limit]
     last = found[-1].seq if len(found) == limit else max(after_seq, head.newest_seq)
     return msgspec.structs.replace(head, last_seq=last, events=tuple(found))

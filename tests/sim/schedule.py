@@ -22,6 +22,7 @@ from chv.common.wire.stord import CrashClass, StorageEvent
 from tests.sim.chaos import TIMEOUT_S, Chaos, is_kill, swarm
 from tests.sim.checks import problems
 from tests.sim.client import Client
+from tests.sim.events import Listener
 from tests.sim.world import Machine
 
 REQUESTS, KILLS_MAX = 16, 40  # of a full schedule
@@ -74,6 +75,7 @@ class Schedule:
         self.events = 0
         self.lives = 0
         self.still_effects = -1
+        self.listener = Listener()
         self.bugs: list[str] = []
 
     def run(self) -> Result:
@@ -88,6 +90,7 @@ class Schedule:
             found.append(f"the agent crashed: {error!r} {_leaves(error)}")
         found += problems(self.machine, self.client)
         found += [f"bug: {bug}" for bug in self.bugs]
+        found += self.listener.problems(self.machine.store.tables)
         if self.still_effects > 0:
             found.append(f"I3: {self.still_effects} effects while everything was as wanted")
         return Result(
@@ -124,6 +127,7 @@ class Schedule:
             await _until_it_works(engine.recover)
             async with anyio.create_task_group() as group:
                 await group.start(engine.run)
+                group.start_soon(self.listener.follow, engine)
                 if not self.chaos.quiet:
                     group.start_soon(self._happenings, engine)
                 await self.client.run(engine)
@@ -153,6 +157,7 @@ class Schedule:
         before = self.chaos.effects
         await anyio.sleep(STILL_S)
         self.still_effects = self.chaos.effects - before
+        self.bugs += self.listener.missed(self.machine.store.tables)
 
     async def _serve(self, engine: Engine) -> None:
         """An operator who has gone home left the node drained: it is to serve again."""

@@ -26,17 +26,18 @@ from chv.agent.records import (
     VmFacts,
 )
 from chv.agent.store_memory import MemoryStore
-from chv.agent.upstream.link import Link
-from chv.agent.upstream.port import Embedded
+from chv.agent.upstream.link import GRACE_S, Link
+from chv.agent.upstream.port import Embedded, Upstream
 from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.virtual_time import EPOCH
 from chv.common.wire.agent import Operation, OperationState
 from chv.common.wire.agent_events import WatchEvents
 from tests.sim.chaos import Chaos
+from tests.sim.copies import second_life
 from tests.sim.daemons import SimCaller
+from tests.sim.events import told_wrongly
 from tests.sim.saves import SimSaves
-from tests.sim.upstream import Plane, PlaneUpstream
 from tests.sim.vmms import SimGuests, SimHost, SimImages, SimSeeds, SimVmms
 
 TEN_YEARS_S = 10 * 365 * 86_400.0
@@ -170,7 +171,8 @@ class Machine:
         self.violations: list[str] = []
         self.host = SimHost(self._violate)
         self.store = MemoryStore()
-        self.plane: Plane | None = None  # the control plane, where it is not the agent's own API
+        self.upstream: Callable[[Chaos], Upstream] = lambda chaos: Embedded()
+        self.grace_s = GRACE_S
         self.clock = SimClock()
         self.gate = SimGate(self.clock)
         self.seed = seed
@@ -220,6 +222,8 @@ class Machine:
         for change in changes:
             self._check_held(change)
             self._check_backoff(change)
+        for text in told_wrongly(self.store.tables, changes):
+            self._violate(text)
         self.store.tables.apply(changes)
         for change in changes:
             if isinstance(change, PutOperation):
@@ -302,8 +306,8 @@ class Machine:
     def world(self) -> World:
         """Return the world for a new life."""
         chaos, life, host = self.chaos, self.chaos.life, self.host
-        upstream = Embedded() if self.plane is None else PlaneUpstream(self.plane, chaos)
-        link = Link(self.clock, embedded=upstream.embedded)
+        upstream = self.upstream(chaos)
+        link = Link(self.clock, embedded=upstream.embedded, grace_s=self.grace_s)
         self.gate.boot(lambda: link.connected)
         stord = SimCaller(chaos, life, "stord", host.stord)
         nwd = SimCaller(chaos, life, "nwd", host.nwd)
