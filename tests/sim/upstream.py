@@ -30,6 +30,7 @@ class Plane:
     reports: list[Report] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     cut: bool = False
+    lossy: bool = False  # reports arrive, and nobody learns of it
     news: dict[int, deque[Wanted]] = field(default_factory=dict)  # of each open session
     problems: list[str] = field(default_factory=list)
     statuses: dict[str, Report] = field(default_factory=dict)
@@ -139,6 +140,8 @@ class PlaneUpstream:
             raise OutcomeUnknown("plane: no answer")
         if self._chaos is None:
             self._plane.take(reports)
+            if self._plane.lossy:
+                raise OutcomeUnknown("plane: the answer was lost")
         else:
             name = "upstream.report"
             await self._chaos.seam(self._life, name, lambda: self._plane.take(reports))

@@ -171,7 +171,8 @@ def _bounded(
     after |= {key_of(report): report for report in reports}
     removed = {report.uid for report in reports if report.kind is ReportKind.GONE}
     stale = [r for r in after.values() if r.uid in removed and r.kind in _OF_WHAT_IS_THERE]
-    excess = len(after) - len(stale) - OUTBOX_MAX
+    kept = sum(report.kind in _FEW for report in after.values())
+    excess = len(after) - len(stale) - kept - OUTBOX_MAX
     victims = _victims(after.values(), excess) if excess > 0 else []
     seqs = tuple(report.seq for report in (*stale, *victims))
     if not seqs:
@@ -183,6 +184,7 @@ def _bounded(
     return changes
 
 
+_FEW = (ReportKind.NODE, ReportKind.LOST)  # one of each at most, beside the bound
 _OF_WHAT_IS_THERE = (ReportKind.STATUS, ReportKind.REFUSED)
 
 

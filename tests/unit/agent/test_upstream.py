@@ -18,7 +18,7 @@ from chv.common.wire import agent as api
 from chv.common.wire.upstream import ReportKind
 from tests.sim.bench import Bench, bare, everything, image, open_bench
 from tests.sim.chaos import Chaos
-from tests.sim.upstream import Plane
+from tests.sim.upstream import Plane, PlaneUpstream
 from tests.sim.virtual import simulated
 from tests.sim.world import Machine
 
@@ -30,7 +30,7 @@ def machine_of(plane: Plane, limits: Limits | None = None) -> Machine:
     machine = Machine(1, Chaos(random.Random(1), delays_s=(0.0,)), limits)
     machine.chaos.quiet = True
     machine.host.stord.mishaps = False
-    machine.plane = plane
+    machine.upstream = lambda chaos: PlaneUpstream(plane, chaos)
     return machine
 
 
