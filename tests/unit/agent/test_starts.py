@@ -106,8 +106,8 @@ def test_who_is_asked_for_waits_before_the_others_for_a_slot() -> None:
     queue = StartQueue(1, lambda uid: None)
     assert [queue.enter(uid) for uid in ("a", "b", "c")] == [0, 1, 2]
     assert queue.enter("d", first=True) == 1
-    assert queue.enter("c", first=True) == 1
-    assert [queue.enter(uid) for uid in ("a", "c", "d", "b")] == [0, 1, 2, 3]
+    assert queue.enter("c", first=True) == 2
+    assert [queue.enter(uid) for uid in ("a", "d", "c", "b")] == [0, 1, 2, 3]
 
 
 # --- the start of a node
