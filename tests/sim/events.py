@@ -49,6 +49,7 @@ def _transitions(tables: Tables, changes: tuple[Change, ...]) -> list[Transition
     found = []
     shown: dict[str, dict[str, str]] = {}
     for change in changes:
+        status: Status | None
         if isinstance(change, PutStatus):
             uid, status = change.uid, change.status
             if uid not in tables.objects and uid not in shown:
