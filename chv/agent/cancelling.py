@@ -105,6 +105,7 @@ class Cancelling:
             operation = await ledger.operation(request.operation_id)
             assert operation is not None
             if operation.state is OperationState.CANCELLED or operation.cancelled_by:
+                self._chores.cancel(operation.id)  # the reply of the first may have been lost
                 return api.OperationReply(operation=operation, joined=True)
             if operation.state in FINAL_STATES:
                 raise FailedPrecondition(

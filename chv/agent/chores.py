@@ -26,6 +26,7 @@ from chv.common.errors import (
     ChvError,
     Conflict,
     DeadlineExceeded,
+    FailedPrecondition,
     Internal,
     NotFound,
     OutcomeUnknown,
@@ -106,6 +107,7 @@ class Chores:
         self._context = context
         self._ways: dict[str, Way] = {}
         self._hands: dict[str, Any] = {}
+        self._started: set[str] = set()  # by this agent, until they have ended
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._lines: dict[str, list[str]] = {}  # by verb: who has a slot, then who waits
         self._moved = anyio.Event()
@@ -120,11 +122,26 @@ class Chores:
         """Do what was left under way, then what is asked for, until cancelled."""
         async with anyio.create_task_group() as group:
             self._group = group
-            for operation in list(self._context.ledger.tables.operations.values()):
-                if operation.verb in CHORE_VERBS and operation.state not in FINAL_STATES:
-                    again = operation.id not in self._hands
-                    group.start_soon(self._run, operation.id, again)
+            self.follow()
             await anyio.sleep_forever()
+
+    def follow(self) -> None:
+        """Memory was read: do what is recorded by now, also what was stored without a reply."""
+        recorded = self._context.ledger.tables.operations
+        for operation in list(recorded.values()):
+            if operation.verb in CHORE_VERBS and operation.state not in FINAL_STATES:
+                self._start(operation.id)
+                if operation.cancelled_by:
+                    self.cancel(operation.id)
+        for operation_id in self._hands.keys() - recorded.keys():
+            del self._hands[operation_id]
+
+    def _start(self, operation_id: str) -> None:
+        """Have it done by a task, unless one is at it. Without a hand it is another agent's."""
+        if self._group is None or operation_id in self._started:
+            return
+        self._started.add(operation_id)
+        self._group.start_soon(self._run, operation_id, operation_id not in self._hands)
 
     async def begin(
         self, wish: Wish, *, check: Callable[[], None] = lambda: None, hand: Any = None
@@ -149,8 +166,7 @@ class Chores:
                 self._hands[operation.id] = hand
             if changes:
                 await ledger.commit_held(*changes)
-        if joined is None and self._group is not None:
-            self._group.start_soon(self._run, operation.id, False)
+        self._start(operation.id)
         return operation, joined is not None
 
     async def knows(self, wish: Wish) -> bool:
@@ -161,10 +177,22 @@ class Chores:
         return self._under_way(wish) is not None
 
     async def outcome(self, operation_id: str, tell: Tell | None = None) -> Operation:
-        """Return the operation once it has succeeded; raises what it failed with."""
+        """Return the operation once it has succeeded; raises what it failed with.
+
+        One that has failed before it was asked for has failed for good: FailedPrecondition, where
+        its error would say that the same call may work later.
+        """
+        known = await self._context.ledger.operation(operation_id)
         operation = await self._final(operation_id, tell)
         if operation.state is OperationState.SUCCEEDED:
             return operation
+        replayed = known is not None and known.state in FINAL_STATES
+        if replayed and operation.error is not None and operation.error.retriable:
+            raise FailedPrecondition(
+                f"it has failed: {operation.error.message}",
+                resource=operation.id,
+                hint="ask once more, under a new key",
+            )
         if operation.error is not None:
             raise from_data(operation.error)
         raise Internal(f"{operation.id} is {operation.state.lower()}: {operation.message}")
@@ -248,6 +276,7 @@ class Chores:
         if isinstance(came, ChvError):
             await self._undone(operation)
         await self._end(operation_id, came)
+        self._started.discard(operation_id)
 
     async def _undone(self, operation: Operation) -> None:
         undo = self._ways[operation.verb].undo

@@ -143,6 +143,7 @@ class Engine:
     def _look_at_all(self) -> None:
         """Memory was read: node and objects follow it, also what was stored without a reply."""
         self.node.follow()
+        self.chores.follow()
         self.upstream.look()
         for stored in self._ledger.tables.objects.values():
             self._workers.ensure(stored)

@@ -28,6 +28,7 @@ from chv.common.errors import (
 from chv.common.wire import agent as api
 from chv.common.wire.agent_node import ActOnNode, NodeVerb
 from chv.common.wire.types import API_VERSION
+from tests.sim.copies import ask, ask_for_copies, with_sources
 
 LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
 REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound)
@@ -50,6 +51,8 @@ class Client:
         self.requests: list[dict[str, Any]] = [self._base()]
         self.requests += [self._request() for _ in range(count)]
         self._ask_the_node(random.Random(generator.getstate()[1][0]))  # takes no draw of others
+        ask_for_copies(self.requests, random.Random(generator.getstate()[1][2]))
+        self._ask_for_images(random.Random(generator.getstate()[1][1]))
         self.position = 0
         self.acknowledged: dict[str, int] = {}  # uid -> generation
         self.operations: set[str] = set()
@@ -80,7 +83,12 @@ class Client:
             request = self._regrouped(engine, request["regroup"])
             self.requests[self.position] = request
         match request:
+            case {"rebuild": _} | {"clone": _}:
+                copying = await ask(engine, request, key)
+                self._acknowledge(copying.uid, copying.generation, copying.id)
             case {"apply": objects}:
+                objects = with_sources(engine, objects)
+                self.requests[self.position] = {"apply": objects}
                 raw = [msgspec.Raw(msgspec.json.encode(each)) for each in objects]
                 applied = await engine.apply(
                     api.Apply(objects=raw, requester="sim", idempotency_key=key)
@@ -111,9 +119,27 @@ class Client:
                 operation_id, _ = await engine.node.act(node_wish)
                 if operation_id:
                     self.operations.add(operation_id)
+            case {"fetch": number}:
+                fetch = api.FetchImage(
+                    name=f"far{number}",
+                    url=f"https://host/far{number}",
+                    sha256=f"{number}" * 64,
+                    requester="sim",
+                    idempotency_key=key,
+                )
+                await engine.import_image(fetch)
+            case {"end_imports": True}:
+                await self._end_imports(engine)
             case {"cancel": draw} if self.operations:
                 operation_id = sorted(self.operations)[draw % len(self.operations)]
                 await engine.cancel(api.CancelOperation(operation_id=operation_id, requester="sim"))
+
+    @staticmethod
+    async def _end_imports(engine: Engine) -> None:
+        """Ask for the end of every import that is under way, left by an agent that was killed."""
+        wanted = api.ListOperations(verb="import", active_only=True)
+        for each in (await engine.list_operations(wanted)).operations:
+            await engine.cancel(api.CancelOperation(operation_id=each.id, requester="sim"))
 
     def _acknowledge(self, uid: str, generation: int, operation_id: str) -> None:
         self.acknowledged[uid] = max(generation, self.acknowledged.get(uid, 0))
@@ -163,6 +189,17 @@ class Client:
             pause = [{"node": NodeVerb.PAUSE_SCHEDULING}, {"node": NodeVerb.RESUME_SCHEDULING}]
             self.requests[at:at] = [pause[0]]
             self.requests.insert(draw.randrange(at + 1, len(self.requests) + 1), pause[1])
+
+    def _ask_for_images(self, draw: random.Random) -> None:
+        """In some of the schedules images are imported, and now and then not to the end."""
+        if draw.random() < 0.7:
+            return
+        for number in range(draw.choice((1, 2))):
+            at = draw.randrange(1, len(self.requests) + 1)
+            self.requests.insert(at, {"fetch": number})
+            if draw.random() < 0.5:
+                self.requests.insert(at + 1, {"end_imports": True})
+                self.requests.insert(at + 2, {"delete": ("Image", f"far{number}")})
 
     def _victim(self) -> tuple[str, str]:
         kinds = ["VirtualMachine"] * 5 + ["Volume", "Network", "Image"] + ["VolumeSnapshot"] * 3

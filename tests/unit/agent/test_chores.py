@@ -283,3 +283,37 @@ async def test_operations_are_filtered(gate: Gate) -> None:
         stamp = (await listed(bench, name="missing"))[0].created_at
         assert {each.verb for each in await listed(bench, since=stamp)} >= {"import"}
         assert await listed(bench, since="9999-01-01T00:00:00Z") == []
+
+
+@simulated
+async def test_what_has_failed_for_a_moment_is_not_said_to_work_later_under_its_key() -> None:
+    async with open_bench() as bench:
+
+        async def do(task: Task) -> Came:
+            raise Unavailable("nwd is away")
+
+        bench.engine.chores.teach(REAP_LEAK, Way(do))
+        wish = Wish(
+            verb=REAP_LEAK, kind="Leak", name="0123456789", requester="a", idempotency_key="k"
+        )
+        operation, _ = await bench.engine.chores.begin(wish)
+        with pytest.raises(Unavailable):
+            await bench.engine.chores.outcome(operation.id)
+        again, known = await bench.engine.chores.begin(wish)
+        assert known and again.id == operation.id
+        with pytest.raises(FailedPrecondition, match="nwd is away"):
+            await bench.engine.chores.outcome(again.id)
+
+
+@simulated
+async def test_what_was_stored_without_a_reply_is_done_all_the_same(gate: Gate) -> None:
+    gate.open = True
+    machine = still()
+    async with open_bench(machine) as bench:
+        request = fetch(idempotency_key="once")
+        machine.chaos.plan[machine.chaos.calls] = "fail_after"
+        with pytest.raises(OutcomeUnknown):
+            await bench.engine.import_image(request)
+        with anyio.fail_after(30):
+            assert (await bench.engine.import_image(request)).sha256 == SHA256
+        assert gate.begun == 1

@@ -443,6 +443,8 @@ async def test_a_backup_is_an_operation_with_its_job_and_asking_twice_joins_it()
         request = api.OperationRef(operation_id=first.operation.id)
         seen = (await bench.engine.get_operation(request)).operation
         assert (seen.state.value, seen.message) == ("Running", "backup 0%")
+        assert seen.progress is not None
+        assert (seen.progress.done, seen.progress.total, seen.progress.unit) == (0, 100, "bytes")
         job.info = type(job.info)(
             **{**_fields(job.info), "result": {"path": "/b/1", "sequence": "1", "bytes": "1048576"}}
         )
