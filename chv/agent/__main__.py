@@ -49,6 +49,8 @@ from chv.agent.ports import Limits, World
 from chv.agent.probes import Probes, settings_of
 from chv.agent.requesters import stamped
 from chv.agent.resources import machine
+from chv.agent.resources.commitment import Budget
+from chv.agent.resources.inventory import InventoryApi, InventoryParts
 from chv.agent.saves import Saves
 from chv.agent.seeds import Seeds
 from chv.agent.service import Parts, Service, add_hello
@@ -115,6 +117,7 @@ class Agent:
         nwd = self.daemons.link("nwd")
         self.vmms = Vmms(layout, self.provider, self.probes, nwd, self.console)
         self.guest = GuestProbe(nwd, layout)
+        self.budget = Budget(machine.capacity(config.limits), self.probes.expected)
         self.engine: Engine | None = None
         self.census: Census | None = None
 
@@ -140,9 +143,9 @@ class Agent:
                 parallel_drains=limits.parallel_drains,
                 restarts_max=limits.restarts_max,
                 restart_window_s=limits.restart_window_s,
-                capacity=machine.capacity(limits),
+                capacity=self.budget.capacity,
             ),
-            expect=self.probes.expected,
+            expect=self.budget.expect,
             link=link,
         )
 
@@ -159,6 +162,19 @@ class Agent:
             ids=self.ids,
             config=self.config.census,
             on_look=lambda book: engine.news.tell(*leak_news(engine.tables(), book)),
+        )
+
+    def inventory_parts(self, engine: Engine) -> InventoryParts:
+        """Return what the inventory looks at and through."""
+        return InventoryParts(
+            config=self.config,
+            layout=self.layout,
+            clock=self.clock,
+            provider=self.provider,
+            probes=self.probes,
+            daemons=self.daemons,
+            tables=engine.tables,
+            budget=self.budget,
         )
 
     # --- what the daemons' supervisor tells
@@ -292,6 +308,7 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
             ).register(server)
             agent.census = Census(agent.census_parts(agent.engine))
             ConsoleApi(agent.console, agent.engine).register(server)
+            InventoryApi(agent.inventory_parts(agent.engine)).register(server)
             upkeep = UpkeepApi(agent.census, agent.daemons, agent.console, agent.engine)
             upkeep.register(server)
             async with anyio.create_task_group() as tasks:

@@ -19,6 +19,7 @@ from chv.agent.network.apart import check_apart
 from chv.agent.owners import with_owners
 from chv.agent.records import Change, PutFacts, PutObject, StoredObject, VmFacts
 from chv.agent.references import references, referrers
+from chv.agent.resources.ports import refuse_full
 from chv.agent.strategies import BY_FILE
 from chv.agent.tables import Tables
 from chv.agent.vm.crashes import forgiven
@@ -89,6 +90,7 @@ def admit(
     check_shared(tables, future.after, future.find)
     check_exposed(tables, future.after, future.find)
     check_apart(tables, future.after)
+    refuse_full(tables, future.after)
     context.budget.refuse_excess(tables, future.after)
     return future.admitted(requester, reason)
 

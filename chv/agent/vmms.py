@@ -21,6 +21,7 @@ from chv.agent.console.keeper import ConsoleKeeper
 from chv.agent.links import DaemonLink
 from chv.agent.ports import WORKER_KIND, SpawnRequest, VmHandle, VmmSelection
 from chv.agent.probes import Probes
+from chv.agent.resources.vmm_limits import vmm_limits
 from chv.common.errors import Conflict, InvalidArgument
 from chv.common.failpoint import failpoint
 from chv.common.files import ensure_dir, sha256_file
@@ -130,6 +131,7 @@ class Vmms:
             own_devices=(str(KVM_DEVICE),) if launch.private_kvm else (),
             log_path=str(self._layout.vm_state(vm.uid) / VMM_LOG),
             cgroup=f"{WORKER_KIND}-{self._layout.vm(vm.uid).name}",
+            limits=vmm_limits(vm.driver, config),
         )
 
     # --- processes

@@ -8,6 +8,7 @@ from chv import VERSION
 from chv.cli.parser_clone import add_clone
 from chv.cli.parser_console import add_console
 from chv.cli.parser_events import add_events
+from chv.cli.parser_fit import add_fit
 from chv.cli.parser_history import add_history
 from chv.cli.parser_net import add_net
 from chv.cli.parser_node import add_node
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_storage(commands, _add)
     add_net(commands, _add)
     add_upkeep(commands, _add)
+    add_fit(commands, _add)
     _node(commands)
     return parser
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from chv.cli.parser_fit import add_inventory
+
 Sub = argparse._SubParsersAction  # argparse has no public name for it
 Add = Callable[["Sub[argparse.ArgumentParser]", str, str, str], argparse.ArgumentParser]
 
@@ -18,6 +20,7 @@ def add_node(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     status.add_argument(
         "--json", dest="output", action="store_const", const="json", help="the same as -o json"
     )
+    add_inventory(actions, add)
     drain = add(
         actions, "drain", "node_verbs:drain", "Stop every VM and start none; ends in Maintenance."
     )

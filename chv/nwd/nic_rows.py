@@ -22,9 +22,8 @@ from chv.common.errors import (
 )
 from chv.common.layout import Layout
 from chv.common.names import check_name
-from chv.common.wire.nwd import AttachVmNic
+from chv.common.wire.nwd import BRIDGE_PORTS_MAX, AttachVmNic
 from chv.nwd import addresses
-from chv.nwd.kernel.errors import BRIDGE_PORTS_MAX
 from chv.nwd.members import Members
 from chv.nwd.records import Network, Nic, Records, Wanted
 from chv.nwd.topology import refuse_recorded_name

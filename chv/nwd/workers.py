@@ -28,6 +28,7 @@ from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process import (
     AdoptVerdict,
+    Limits,
     Provider,
     SpawnSpec,
     WorkerRecord,
@@ -192,7 +193,7 @@ class Workers:
             keep_capabilities=CAPABILITIES,
             netns=netns.path_of(self._layout.netns(network_id)),
             log_path=str(conf.parent / dnsmasq.LOG),
-            memory_max_bytes=MEMORY_BYTES_MAX,
+            limits=Limits(memory_max_bytes=MEMORY_BYTES_MAX),
         )
 
     async def _ready(self, network_id: str, process: WorkerRecord) -> bool:

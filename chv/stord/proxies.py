@@ -16,7 +16,7 @@ import msgspec
 from chv.common.files import ensure_dir
 from chv.common.ids import Ids, short_uid
 from chv.common.layout import Layout
-from chv.common.process import Provider, SpawnSpec, WorkerRecord, terminate
+from chv.common.process import Limits, Provider, SpawnSpec, WorkerRecord, terminate
 from chv.stord.exports import RunDirectory
 from chv.stord.liveness import is_alive
 from chv.stord.proxy import command
@@ -24,6 +24,7 @@ from chv.stord.records import Attachment, Backend, Records
 
 UMASK = 0o177  # it makes no files
 STOP_GRACE_S = 1.0
+MEMORY_BYTES_MAX, PIDS_MAX = 64 << 20, 16
 Reached = Callable[[str], Awaitable[None]]
 
 
@@ -120,4 +121,5 @@ class Proxies:
             fds={command.LISTENER_FD: fd},
             log_path=str(self._log_path(volume_id)),
             cgroup=f"proxy-{short_uid(backend.vm_id)}",
+            limits=Limits(memory_max_bytes=MEMORY_BYTES_MAX, pids_max=PIDS_MAX),
         )

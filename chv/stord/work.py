@@ -25,6 +25,7 @@ from chv.common.files import ensure_dir
 from chv.common.ids import Ids, short_uid
 from chv.common.layout import Layout
 from chv.common.process import (
+    Limits,
     Provider,
     SpawnSpec,
     WorkerRecord,
@@ -61,6 +62,9 @@ from chv.stord.tools import Tools
 log = logs.get(__name__)
 STOP_GRACE_S = 3.0
 CLOSE_TIMEOUT_S = 5.0
+# Of a storage daemon and the threads that read and write for it. Its memory has no limit of its
+# own: pages of the guest count for whoever touches them first.
+PIDS_MAX = 512
 WORKER_KIND = "qsd"
 LAST_WORDS_CHARACTERS_MAX = 200
 # Files that the storage daemon makes are its own; it makes none but sockets.
@@ -331,6 +335,7 @@ class Work:
             ),
             log_path=str(self._log_path()),
             cgroup=f"qsd-{short_uid(self._vm_id)}",
+            limits=Limits(pids_max=PIDS_MAX),
         )
 
     async def _publish(self, volume_id: str, *, proxied: bool) -> None:

@@ -15,9 +15,8 @@ import pytest
 
 from chv.common.errors import ChvError, ResourceExhausted
 from chv.common.wire import nwd as wire
-from chv.common.wire.nwd import Shape
+from chv.common.wire.nwd import BRIDGE_PORTS_MAX, Shape
 from chv.nwd.kernel import conntrack, links, neighbours
-from chv.nwd.kernel.errors import BRIDGE_PORTS_MAX
 from tests.integration.nwd_helpers import (
     HOST_ADDRESS,
     IDS,

@@ -12,10 +12,11 @@ import anyio
 import msgspec
 import pytest
 
-from chv.common.errors import InUse
+from chv.common.errors import FailedPrecondition, InUse
 from chv.common.process import (
     AdoptVerdict,
     CgroupProvider,
+    Limits,
     PlainProvider,
     become,
     choose_provider,
@@ -157,11 +158,19 @@ async def test_sweep_spares_a_leaf_whose_worker_is_just_being_started(
 async def test_a_memory_limit_is_read_back_where_there_is_the_controller(
     provider: CgroupProvider,
 ) -> None:
-    record = await provider.spawn(sleeper(provider.layout, memory_max_bytes=64 * 1024 * 1024))
-    limit = Path(record.cgroup, "memory.max")
-    assert limit.exists() == provider.limits_memory
-    if provider.limits_memory:
-        assert limit.read_text().strip() == str(64 * 1024 * 1024)
+    limits = Limits(memory_max_bytes=64 * 1024 * 1024, cpus_max=2, cpu_weight=200, pids_max=64)
+    record = await provider.spawn(sleeper(provider.layout, limits=limits))
+    wanted = {
+        "memory.max": str(64 * 1024 * 1024),
+        "cpu.max": "200000 100000",
+        "cpu.weight": "200",
+        "pids.max": "64",
+    }
+    for name, text in wanted.items():
+        file = Path(record.cgroup, name)
+        controlled = name.partition(".")[0] in provider.controllers
+        assert file.exists() == controlled
+        assert not controlled or file.read_text().strip() == text
 
 
 async def test_another_instance_object_finds_and_clears_the_same_workers(
@@ -214,16 +223,37 @@ def test_a_host_without_a_hierarchy_gets_plain_processes(
     assert isinstance(choose_provider(new_layout()), PlainProvider)
 
 
+def test_limits_are_written_and_read_back_for_the_controllers_that_there_are(
+    tmp_path: Path,
+) -> None:
+    """A directory of plain files stands for a leaf: they keep what is written, as the kernel's."""
+    limits = Limits(memory_max_bytes=(1 << 20) + 7, cpus_max=3, cpu_weight=300, pids_max=99)
+    cgroup.limit(tmp_path, limits, frozenset({"memory", "pids"}))
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+        "memory.max": str(1 << 20),
+        "memory.oom.group": "1",
+        "pids.max": "99",
+    }
+    (tmp_path / "cpu.weight").symlink_to("/dev/null")
+    with pytest.raises(FailedPrecondition, match=r"cpu.weight is  after writing 300"):
+        cgroup.limit(tmp_path, limits, frozenset({"cpu"}))
+
+
+def test_without_limits_nothing_is_written(tmp_path: Path) -> None:
+    cgroup.limit(tmp_path, Limits(), frozenset(cgroup.CONTROLLERS))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_memory_controller_that_cannot_be_had_is_not_claimed(tmp_path: Path) -> None:
     """A hierarchy of plain files stands for one that has the controller and passes it on."""
     base = tmp_path / "chv-abc123"
     base.mkdir()
     (tmp_path / "cgroup.controllers").write_text("cpu io\n")
-    assert not cgroup._enable_memory(tmp_path, base)
+    assert not cgroup._enable("memory", tmp_path, base)
     (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
     (base / "cgroup.subtree_control").mkdir()
     with pytest.raises(IsADirectoryError):
-        cgroup._enable_memory(tmp_path, base)
+        cgroup._enable("memory", tmp_path, base)
     (base / "cgroup.subtree_control").rmdir()
     (base / "cgroup.subtree_control").symlink_to("/proc/nothing/there")
-    assert not cgroup._enable_memory(tmp_path, base)
+    assert not cgroup._enable("memory", tmp_path, base)

@@ -9,7 +9,7 @@ Only what asks for more is refused: VMs that run are never touched where a limit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from chv.agent.ports import VmmSelection
@@ -86,9 +86,9 @@ class Budget:
         """Return what all VMs claim that are wanted running."""
         return _sum(self.wanted(tables, vm) for vm in _vms(tables))
 
-    def of_spec(self, tables: Tables, namespace: str, spec: VirtualMachineSpec) -> Claim:
-        """Return what a VM of that spec would claim."""
-        return _claim(namespace, spec, self.expect(spec.vmm), tables.find)
+    def of_kind(self, shape: Shape, choice: VmmChoice) -> Claim:
+        """Return what a new VM of that shape would claim."""
+        return claim_of(chosen(shape, self.expect(choice), choice), shape.memory_bytes)
 
     # --- refusals
 
@@ -199,8 +199,6 @@ def _claim(
     volumes = [_volume(find("Volume", namespace, disk.volume)) for disk in spec.disks]
     layered = [each for each in volumes if each is None or each.format is ImageFormat.QCOW2]
     shape = Shape(
-        driver=selection.name if selection is not None else _driver(spec.vmm),
-        accelerator=selection.accelerator if selection is not None else "",
         vcpus=max(spec.cpus, spec.max_cpus),
         memory_bytes=max(memory_bytes, _bytes(spec.max_memory) if spec.max_memory else 0),
         disks=len(volumes),
@@ -208,17 +206,26 @@ def _claim(
         nics=len(spec.interfaces),
         cache_bytes=sum(qcow2_cache_bytes(_bytes(each.size) if each else 0) for each in layered),
     )
+    claim = claim_of(chosen(shape, selection, spec.vmm), memory_bytes)
+    return _sized(claim, memory_bytes, spec.cpus)
+
+
+def chosen(shape: Shape, selection: VmmSelection | None, choice: VmmChoice) -> Shape:
+    """Return the shape with its VMM, as far as that is known."""
+    if selection is not None:
+        return replace(shape, driver=selection.name, accelerator=selection.accelerator)
+    return replace(shape, driver="" if choice is VmmChoice.AUTO else choice.value)
+
+
+def claim_of(shape: Shape, guest_bytes: int) -> Claim:
+    """Return a claim with the bound of what is around the guest."""
     overhead = _overhead(shape)
-    return Claim(memory_bytes + overhead, overhead, spec.cpus)
+    return Claim(guest_bytes + overhead, overhead, shape.vcpus)
 
 
 def _volume(stored: StoredObject | None) -> VolumeSpec | None:
     volume = stored.resource if stored is not None else None
     return volume.spec if isinstance(volume, Volume) else None
-
-
-def _driver(choice: VmmChoice) -> str:
-    return "" if choice is VmmChoice.AUTO else choice.value
 
 
 def _sized(claim: Claim, guest_bytes: int, vcpus: int) -> Claim:

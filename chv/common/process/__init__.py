@@ -26,7 +26,7 @@ from chv.common.process.records import (
     scan,
     verify,
 )
-from chv.common.process.spec import Program, SpawnSpec
+from chv.common.process.spec import Limits, Program, SpawnSpec
 
 __all__ = [
     "Access",
@@ -37,6 +37,7 @@ __all__ = [
     "CommandFailed",
     "Completed",
     "FoundWorker",
+    "Limits",
     "PathAccess",
     "PlainProvider",
     "Program",

@@ -61,6 +61,18 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     own_devices: tuple[str, ...] = ()
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a worker's cgroup; 0: none. They take effect where the provider has the controller.
+
+    `cpus_max`: the CPU time of so many CPUs. `cpu_weight`: its share where CPU time is short.
+    """
+
+    memory_max_bytes: int = 0
+    cpus_max: int = 0
+    cpu_weight: int = 0
+    pids_max: int = 0
+
+
 class SpawnSpec(Program, frozen=True, kw_only=True):
     """A worker that outlives us. One argv element must carry `worker_id`, standing alone in it.
 
@@ -72,7 +84,7 @@ class SpawnSpec(Program, frozen=True, kw_only=True):
 
     worker_id: str
     cgroup: str = ""
-    memory_max_bytes: int = 0
+    limits: Limits = Limits()
 
 
 def check_spawn(spec: SpawnSpec) -> None:

@@ -7,6 +7,7 @@ from chv.common.wire.agent_clone import CLONE_METHODS
 from chv.common.wire.agent_console import CONSOLE_METHODS
 from chv.common.wire.agent_events import EVENT_METHODS
 from chv.common.wire.agent_history import HISTORY_METHODS
+from chv.common.wire.agent_inventory import INVENTORY_METHODS
 from chv.common.wire.agent_leaks import LEAK_METHODS
 from chv.common.wire.agent_node import NODE_METHODS
 from chv.common.wire.agent_rebuild import REBUILD_METHODS
@@ -20,6 +21,7 @@ AGENT_METHODS = (
     *EVENT_METHODS,
     *NODE_METHODS,
     *LEAK_METHODS,
+    *INVENTORY_METHODS,
     *CONSOLE_METHODS,
     *WAITING_METHODS,
 )

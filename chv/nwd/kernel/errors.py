@@ -17,8 +17,8 @@ from chv.common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from chv.common.wire.nwd import BRIDGE_PORTS_MAX
 
-BRIDGE_PORTS_MAX = 1023
 _CLASSES: dict[int, type[ChvError]] = {
     errno.ENOENT: NotFound,
     errno.ENODEV: NotFound,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from chv.common.errors import ResourceExhausted
+from chv.common.wire.nwd import BRIDGE_PORTS_MAX
 from chv.nwd import nic_rows
-from chv.nwd.kernel.errors import BRIDGE_PORTS_MAX, translate
+from chv.nwd.kernel.errors import translate
 from chv.nwd.nic_rows import NicRows
 from tests.unit.nwd.nwd_rows import attach, network, open_parts
 

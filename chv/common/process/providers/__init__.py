@@ -28,8 +28,8 @@ class Provider(Protocol):
         """Return the instance whose workers it handles."""
 
     @property
-    def limits_memory(self) -> bool:
-        """Tell whether `memory_max_bytes` takes effect."""
+    def controllers(self) -> frozenset[str]:
+        """Return whose limits in a `SpawnSpec` take effect: of memory, cpu, pids."""
 
     async def spawn(self, spec: SpawnSpec) -> WorkerRecord:
         """Start a worker; on an error nothing of it is left."""

@@ -1,9 +1,10 @@
 """Workers in cgroup v2: `<hierarchy>/<instance's cgroup>/<leaf>`, a leaf per incarnation.
 
 The leaf groups a worker with its descendants, so that SIGKILL reaches them all at once, and
-limits its memory where the memory controller is available (on a hybrid host it is not). Only
-directories below the instance's own are ever written, apart from switching the memory controller
-on for it. The hierarchy is found in mountinfo: pure v2, hybrid, or a container's part of one.
+limits memory, CPU time and processes where the controllers are available (on a hybrid host they
+are not). Only directories below the instance's own are ever written, apart from switching these
+controllers on for it. The hierarchy is found in mountinfo: pure v2, hybrid, or a container's part
+of one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from chv.common.process import pidfd, records
 from chv.common.process.launch import prepared, start_detached
 from chv.common.process.providers.plain import make_record, require_dead
 from chv.common.process.records import Adoption, FoundWorker, WorkerRecord
-from chv.common.process.spec import SpawnSpec, check_spawn
+from chv.common.process.spec import Limits, SpawnSpec, check_spawn
 
+CONTROLLERS = ("memory", "cpu", "pids")
+CPU_PERIOD_US = 100_000
 REMOVE_WAIT_S_MAX = 5.0
 REMOVE_POLL_S = 0.005
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -53,17 +56,19 @@ class CgroupProvider:
         self.base = hierarchy / layout.cgroup
         self._hierarchy = hierarchy
         self._starting: set[str] = set()
-        self._limits_memory = False
+        self._controllers: frozenset[str] = frozenset()
         self._make_base()
 
     def _make_base(self) -> None:
         self.base.mkdir(exist_ok=True)
-        self._limits_memory = _enable_memory(self._hierarchy, self.base)
+        self._controllers = frozenset(
+            name for name in CONTROLLERS if _enable(name, self._hierarchy, self.base)
+        )
 
     @property
-    def limits_memory(self) -> bool:
-        """Tell whether `memory_max_bytes` takes effect."""
-        return self._limits_memory
+    def controllers(self) -> frozenset[str]:
+        """Return those that were switched on for the leaves, as read back."""
+        return self._controllers
 
     async def spawn(self, spec: SpawnSpec) -> WorkerRecord:
         """Start a worker in a leaf of its own."""
@@ -83,8 +88,7 @@ class CgroupProvider:
             if not self.base.exists():  # retired meanwhile
                 self._make_base()
             _make_leaf(leaf, spec)
-            if spec.memory_max_bytes and self._limits_memory:
-                _limit_memory(leaf, spec.memory_max_bytes)
+            limit(leaf, spec.limits, self._controllers)
             yield leaf
         except BaseException:
             _remove(leaf)
@@ -164,30 +168,44 @@ def _make_leaf(leaf: Path, spec: SpawnSpec) -> None:
         raise InUse(f"cgroup {leaf} has processes already", resource=spec.worker_id)
 
 
-def _limit_memory(leaf: Path, size_bytes: int) -> None:
-    """Set memory.max and read it back: the kernel rounds down to a page and may refuse."""
-    file = leaf / "memory.max"
-    file.write_text(str(size_bytes))
-    effective = file.read_text().strip()
-    if effective != str(size_bytes // PAGE_BYTES * PAGE_BYTES):
-        raise FailedPrecondition(
-            f"memory.max is {effective} after writing {size_bytes}", field="memory_max_bytes"
-        )
+def limit(leaf: Path, limits: Limits, controllers: frozenset[str]) -> None:
+    """Set what the controllers can limit and read each back: the kernel may take another value."""
+    for file, text in _settings(limits):
+        if file.partition(".")[0] not in controllers:
+            continue
+        (leaf / file).write_text(text)
+        effective = (leaf / file).read_text().strip()
+        if effective != text:
+            raise FailedPrecondition(f"{file} is {effective} after writing {text}", field=file)
 
 
-def _enable_memory(hierarchy: Path, base: Path) -> bool:
-    """Switch the memory controller on for the leaves, where the hierarchy has it."""
-    if "memory" not in (hierarchy / "cgroup.controllers").read_text().split():
+def _settings(limits: Limits) -> Iterator[tuple[str, str]]:
+    """Yield file and text of each limit that is wanted."""
+    if limits.memory_max_bytes:
+        # The kernel rounds down to a page. At the limit the whole leaf ends, not a part of it.
+        yield "memory.max", str(limits.memory_max_bytes // PAGE_BYTES * PAGE_BYTES)
+        yield "memory.oom.group", "1"
+    if limits.cpu_weight:
+        yield "cpu.weight", str(limits.cpu_weight)
+    if limits.cpus_max:
+        yield "cpu.max", f"{limits.cpus_max * CPU_PERIOD_US} {CPU_PERIOD_US}"
+    if limits.pids_max:
+        yield "pids.max", str(limits.pids_max)
+
+
+def _enable(controller: str, hierarchy: Path, base: Path) -> bool:
+    """Switch a controller on for the leaves, where the hierarchy has it."""
+    if controller not in (hierarchy / "cgroup.controllers").read_text().split():
         return False
     for directory in (hierarchy, base):
         try:
-            (directory / "cgroup.subtree_control").write_text("+memory")
+            (directory / "cgroup.subtree_control").write_text(f"+{controller}")
         except OSError as error:
             # EBUSY: a container's root has processes of its own; the kernel then gives none.
             if error.errno in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
                 return False
             raise
-    return "memory" in (base / "cgroup.subtree_control").read_text().split()
+    return controller in (base / "cgroup.subtree_control").read_text().split()
 
 
 def _kill_all(leaf: Path) -> None:

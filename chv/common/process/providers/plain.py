@@ -19,7 +19,7 @@ class PlainProvider:
     """See `Provider`."""
 
     name = "plain"
-    limits_memory = False
+    controllers: frozenset[str] = frozenset()
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
