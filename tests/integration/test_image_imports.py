@@ -250,10 +250,13 @@ with client({node._socket()["CHV_SOCKET"]!r}) as agent:
         print(error.code)
     reader = agent.call_fds(api.OPEN_UPLOAD, api.OpenUpload())
     print(len(reader[1]))
+    agent.call(api.PUT_KEY, api.PutKey(name="his", requester="cli:root(uid=0)"))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["PERMISSION_DENIED", "1"], done.stderr
+    (his,) = json.loads(node.cli("ops", "ls", "--verb", "create_key", "--json").stdout)
+    assert his["requester"] == f"cli:root(uid={nobody})"
     assert DIGEST not in stored(node)
