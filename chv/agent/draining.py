@@ -90,6 +90,20 @@ class NodeDesk:
             remembered = idempotency.remembered(request.idempotency_key, digest, reply)
             await self._context.ledger.commit_held(*remembered)
 
+    async def after_boot(self) -> None:
+        """End what was to last until the host boots, where it has booted since."""
+        async with self._context.ledger.writing() as tables:
+            record = tables.node
+            if not record.holds_vms or record.until_boot in ("", self._context.world.boot_id):
+                return
+            operation = self._context.operations.current(NODE_UID)
+            message = "the host has booted"
+            ended = self._context.operations.ending_open(
+                operation, OperationState.SUCCEEDED, message
+            )
+            after = _served(record, record.hold)
+            await self._commit("booted", [PutNode(record=after), *ended])
+
     async def run(self) -> None:
         """End each drain once no VM is left, until cancelled."""
         while True:
@@ -149,10 +163,11 @@ class NodeDesk:
             case NodeVerb.DRAIN | NodeVerb.MAINTENANCE:
                 left = len(self._left())
                 intent = NodeIntent.DRAIN if left else NodeIntent.MAINTAIN
-                return _replace(before, intent=intent, hold=hold, stopped=left)
+                boot_id = self._context.world.boot_id if asked.until_boot else ""
+                return _replace(before, intent=intent, hold=hold, stopped=left, until_boot=boot_id)
             case NodeVerb.CANCEL_DRAIN | NodeVerb.RESUME:
                 # Who let it serve again, for the transition; the operation keeps it for good.
-                return _replace(before, intent=NodeIntent.SERVE, hold=hold, stopped=0)
+                return _served(before, hold)
             case NodeVerb.PAUSE_SCHEDULING:
                 return _replace(before, paused=hold)
             case NodeVerb.RESUME_SCHEDULING:
@@ -254,6 +269,10 @@ class NodeDesk:
             step = operation.steps[-1]
             return f"{step.name} {step.outcome} since {step.started_at}"
         return "waits for its turn to be stopped"
+
+
+def _served(record: NodeRecord, hold: Hold | None) -> NodeRecord:
+    return _replace(record, intent=NodeIntent.SERVE, hold=hold, stopped=0, until_boot="")
 
 
 def _joined(record: NodeRecord, verb: NodeVerb) -> str | None:

@@ -108,6 +108,7 @@ class Engine:
     async def load(self) -> None:
         """Read the store into memory: from here on reads answer. No effect on the world."""
         await self._ledger.load()
+        await self.node.after_boot()
 
     async def recover(self) -> RecoveryReport:
         """Judge every worker record and open spawn intent before any action; adopt what lives."""

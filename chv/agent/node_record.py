@@ -40,13 +40,15 @@ class Hold(msgspec.Struct, metaclass=FrozenMeta):
 class NodeRecord(msgspec.Struct, metaclass=FrozenMeta):
     """The record. `hold` belongs to the intent, `paused` to scheduling that is paused.
 
-    `stopped`: how many VMs had a VMM when the drain was asked for.
+    `stopped`: how many VMs had a VMM when the drain was asked for. `until_boot`: the id of the boot
+    after which it serves again by itself; empty: when somebody says so.
     """
 
     intent: NodeIntent = NodeIntent.SERVE
     hold: Hold | None = None
     paused: Hold | None = None
     stopped: int = 0
+    until_boot: str = ""
 
     @property
     def holds_vms(self) -> bool:
@@ -59,6 +61,8 @@ class NodeRecord(msgspec.Struct, metaclass=FrozenMeta):
         if not self.holds_vms:
             return ""
         state = "Draining" if self.intent is NodeIntent.DRAIN else "in Maintenance"
+        if self.until_boot:
+            state += " until the host boots"
         return f"the node is {state}" + (f" ({self.who})" if self.who else "")
 
     @property

@@ -31,6 +31,10 @@ def add_node(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     resume = add(
         actions, "resume", "node_verbs:resume", "Leave Maintenance; VMs that are wanted start."
     )
+    for parser in (drain, maintenance):
+        parser.add_argument(
+            "--until-boot", action="store_true", help="serve again after the next boot of the host"
+        )
     for parser in (drain, maintenance, resume):
         parser.add_argument(
             "--no-wait", action="store_true", help="return as soon as it is recorded"

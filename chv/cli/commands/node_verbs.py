@@ -15,6 +15,7 @@ from chv.common.wire.types import Empty
 
 LOOK_S = 0.2
 HERE = frozenset({"TenantReady"})
+HOLDING = (NodeVerb.DRAIN, NodeVerb.MAINTENANCE)
 STUCK = frozenset({"Failed", "Draining", "Maintenance"})
 
 
@@ -46,7 +47,12 @@ def resume_scheduling(arguments: argparse.Namespace) -> int:
 
 
 def _ask(client: BlockingClient, arguments: argparse.Namespace, verb: NodeVerb) -> NodeVerbReply:
-    request = ActOnNode(verb=verb, requester=connect.requester(), reason=arguments.reason)
+    request = ActOnNode(
+        verb=verb,
+        requester=connect.requester(),
+        reason=arguments.reason,
+        until_boot=getattr(arguments, "until_boot", False) and verb in HOLDING,
+    )
     return client.call(ACT_ON_NODE, request)
 
 

@@ -24,12 +24,16 @@ class NodeVerb(StrEnum):
 
 
 class ActOnNode(Message, frozen=True, kw_only=True):
-    """A verb on the node. Durable when it is answered."""
+    """A verb on the node. Durable when it is answered.
+
+    `until_boot`, of `drain` and `maintenance`: after the next boot of the host it serves again.
+    """
 
     verb: NodeVerb
     requester: ShortText
     reason: ShortText = ""
     idempotency_key: ShortText = ""
+    until_boot: bool = False
 
 
 class NodeVerbReply(Reply, frozen=True, kw_only=True):

@@ -365,6 +365,47 @@ async def test_a_start_by_a_person_waits_for_no_backoff_and_forgives_what_was_gi
         await bench.until("VMMRunning")
 
 
+@pytest.mark.parametrize("until_boot", [True, False])
+def test_a_drain_lasts_until_the_host_boots_where_that_was_asked_for(until_boot: bool) -> None:
+    @simulated
+    async def check() -> None:
+        machine = machine_of()
+        await made(machine, bare("web"))
+        wish = ActOnNode(verb=NodeVerb.DRAIN, requester="test", until_boot=until_boot)
+        async with open_bench(machine) as bench:
+            operation_id, _ = await bench.engine.node.act(wish)
+            await bench.final(operation_id)
+        async with open_bench(machine) as bench:  # another agent is no boot
+            await anyio.sleep(40)
+            assert bench.process("web") is None
+        machine.reboot()
+        async with open_bench(machine) as bench:
+            await anyio.sleep(40)
+            assert (bench.process("web") is not None) is until_boot
+            assert bench.engine.node.record.holds_vms is not until_boot
+
+    check()
+
+
+@simulated
+async def test_a_drain_that_the_power_cut_short_has_ended_with_the_boot() -> None:
+    machine = machine_of()
+    await made(machine, bare("web", shutdownTimeout="1m"))
+    for process in machine.host.processes.values():
+        process.obedient = False
+    wish = ActOnNode(verb=NodeVerb.DRAIN, requester="test", until_boot=True)
+    async with open_bench(machine) as bench:
+        operation_id, _ = await bench.engine.node.act(wish)
+        await anyio.sleep(5)
+        assert "until the host boots" in bench.engine.node.record.words
+    machine.reboot()
+    async with open_bench(machine) as bench:
+        operation = await bench.final(operation_id)
+        assert (operation.state, operation.message) == ("Succeeded", "the host has booted")
+        await anyio.sleep(20)
+        assert bench.condition("VMMRunning") == ("True", "Running")
+
+
 # --- the stop ladder over the death of its agent
 
 
