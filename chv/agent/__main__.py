@@ -41,7 +41,7 @@ from chv.agent.guest_access import GuestProbe
 from chv.agent.images import Images
 from chv.agent.metrics import Metrics
 from chv.agent.metrics_sample import Sampler
-from chv.agent.metrics_server import MetricsServer
+from chv.agent.metrics_tasks import serve_metrics
 from chv.agent.node import Node, NodeState, Predicate
 from chv.agent.node_gate import NodeGate
 from chv.agent.operations import SYSTEM
@@ -314,17 +314,10 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_until_signal, tasks.cancel_scope)
                 await tasks.start(server.serve, layout.socket("agent"))
-                await _start_metrics(agent, agent.engine, agent.census, tasks)
+                sampler = Sampler(agent.engine.tables, agent.daemons.link, agent.clock)
+                parts = (agent.config, agent.node, agent.daemons, agent.engine, agent.census)
+                await tasks.start(serve_metrics, Metrics(*parts, sampler), layout.socket("metrics"))
                 await _start(agent, server, tasks)
-
-
-async def _start_metrics(
-    agent: Agent, engine: Engine, census: Census, tasks: anyio.abc.TaskGroup
-) -> None:
-    sampler = Sampler(engine.tables, agent.daemons.link, agent.clock)
-    metrics = Metrics(agent.config, agent.node, agent.daemons, engine, census, sampler)
-    await tasks.start(MetricsServer(metrics.text).serve, agent.layout.socket("metrics"))
-    tasks.start_soon(sampler.run)
 
 
 async def _start(agent: Agent, server: Server, tasks: anyio.abc.TaskGroup) -> None:

@@ -1,4 +1,4 @@
-"""`metrics.sock`: HTTP/1.1 on a Unix socket, one GET a connection.
+"""`metrics.sock`: HTTP/1.1 on a Unix socket, one GET a connection; the same over TCP if configured.
 
 Small on purpose: an HTTP library would cost every agent more memory than all metrics take. Slow,
 large and foreign requests are cut off or refused; nothing here can stop the agent.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
-from anyio.abc import TaskStatus, UNIXSocketStream
+from anyio.abc import ByteStream, Listener, SocketStream, TaskStatus, UNIXSocketStream
 
 from chv.agent.metrics_text import CONTENT_TYPE
 from chv.common import logs
@@ -21,6 +21,7 @@ log = logs.get(__name__)
 HEAD_BYTES_MAX = 8192
 CONNECTIONS_MAX = 16
 REQUEST_TIMEOUT_S = 10.0
+RETRY_S = 5.0  # while its address is taken
 PATHS = ("/metrics", "/")
 
 
@@ -45,16 +46,39 @@ class MetricsServer:
         finally:
             listener.close()
 
+    async def serve_tcp(self, address: tuple[str, int]) -> None:
+        """Serve on an address of this machine alone, until cancelled; waits while it is taken."""
+        listener = await self._listen(address)
+        log.info("metrics.listening", address=address[0], port=address[1])
+        async with listener:
+            await listener.serve(self._stream)
+
+    async def _listen(self, address: tuple[str, int]) -> Listener[SocketStream]:
+        while True:
+            try:
+                return await anyio.create_tcp_listener(local_host=address[0], local_port=address[1])
+            except OSError as error:
+                log.error("metrics.not_listening", address=address, error=str(error))
+            await anyio.sleep(RETRY_S)
+
+    async def _stream(self, stream: SocketStream) -> None:
+        async with self._slots, stream:
+            await self._serve(stream)
+
     async def _connection(self, connection: socket.socket) -> None:
         try:
-            with anyio.move_on_after(REQUEST_TIMEOUT_S):
-                async with await UNIXSocketStream.from_socket(connection) as stream:
-                    await stream.send(self._answer(await _head(stream)))
-        except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
-            log.debug("metrics.reader_left")
+            async with await UNIXSocketStream.from_socket(connection) as stream:
+                await self._serve(stream)
         finally:
             connection.close()
             self._slots.release()
+
+    async def _serve(self, stream: ByteStream) -> None:
+        try:
+            with anyio.move_on_after(REQUEST_TIMEOUT_S):
+                await stream.send(self._answer(await _head(stream)))
+        except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
+            log.debug("metrics.reader_left")
 
     def _answer(self, head: bytes) -> bytes:
         parts = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
@@ -68,7 +92,7 @@ class MetricsServer:
         return answer if parts[0] == "GET" else answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
 
-async def _head(stream: UNIXSocketStream) -> bytes:
+async def _head(stream: ByteStream) -> bytes:
     data = b""
     while b"\r\n\r\n" not in data and len(data) < HEAD_BYTES_MAX:
         data += await stream.receive(HEAD_BYTES_MAX)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from chv.common.config_metrics import MetricsConfig, tcp_address
 from chv.common.errors import Conflict, DataLoss, InvalidArgument, NotFound
 from chv.common.files import atomic_create, ensure_dir
 from chv.common.ids import INSTANCE_PATTERN, Ids
@@ -164,6 +165,7 @@ class Config(_Table, frozen=True):
     images: ImagesConfig = msgspec.field(default_factory=ImagesConfig)
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
     census: CensusConfig = msgspec.field(default_factory=CensusConfig)
+    metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
 
 
 def load(path: Path) -> Config:
@@ -238,6 +240,7 @@ def check(config: Config) -> None:
         check_address(forwarder, field=f"network.forwarders[{index}]")
     for index, subnet in enumerate(config.network.reserved):
         check_cidr(subnet, field=f"network.reserved[{index}]")
+    tcp_address(config.metrics.listen)
     _check_socket_lengths(config)
 
 

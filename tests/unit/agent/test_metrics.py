@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -13,7 +14,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from chv.agent import metrics_sample
+from chv.agent import metrics_sample, metrics_server
 from chv.agent.links import DaemonLink
 from chv.agent.metrics_operations import OperationCounts
 from chv.agent.metrics_sample import STALE_S, Sampler, process_use
@@ -132,6 +133,45 @@ def test_the_server_answers(tmp_path: Path, request_: bytes, status: bytes) -> N
     assert answer.startswith(b"HTTP/1.1 " + status)
     assert answer.endswith(b"a 1\n") == (status == b"200 OK")
     assert not path.exists()
+
+
+def test_metrics_go_over_tcp_where_that_is_configured_and_wait_for_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_server, "RETRY_S", 0.02)
+
+    async def run() -> bytes:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            address = ("127.0.0.1", taken.getsockname()[1])
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(MetricsServer(lambda: "a 1\n").serve_tcp, address)
+                await anyio.sleep(0.05)
+                taken.close()
+                answer = await _scraped(address)
+                tasks.cancel_scope.cancel()
+        return answer
+
+    answer = anyio.run(run)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.endswith(b"a 1\n")
+
+
+async def _scraped(address: tuple[str, int]) -> bytes:
+    while True:
+        try:
+            stream = await anyio.connect_tcp(*address)
+        except OSError:
+            await anyio.sleep(0.02)
+            continue
+        async with stream:
+            await stream.send(b"GET /metrics HTTP/1.1\r\n\r\n")
+            data = b""
+            with contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    data += await stream.receive()
+        return data
 
 
 class SetClock:

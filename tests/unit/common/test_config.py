@@ -24,6 +24,7 @@ from chv.common.config import (
     parse,
     resolve_layout,
 )
+from chv.common.config_metrics import tcp_address
 from chv.common.errors import Conflict, DataLoss, InvalidArgument, NotFound
 from chv.common.ids import Ids
 from chv.common.layout import Layout
@@ -216,3 +217,28 @@ def test_a_daemon_that_loses_the_race_takes_the_winners_id(
     answers = iter(["", winner.instance])
     monkeypatch.setattr(module, "_recorded_instance", lambda config: next(answers))
     assert resolve_layout(node(tmp_path)) == winner
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:9177", "127.8.9.1:1", "[::1]:65535", "::1:9177"])
+def test_metrics_go_over_tcp_to_this_machine(listen: str) -> None:
+    assert parse(f'[metrics]\nlisten = "{listen}"\n'.encode()).metrics.listen == listen
+    assert tcp_address(listen) is not None
+    assert tcp_address("") is None
+
+
+@pytest.mark.parametrize(
+    ("listen", "why"),
+    [
+        ("0.0.0.0:9177", "without TLS"),
+        ("[::]:9177", "without TLS"),
+        ("192.0.2.1:9177", "without TLS"),
+        ("localhost:9177", "is not ADDRESS:PORT"),
+        ("9177", "is not ADDRESS:PORT"),
+        ("127.0.0.1:", "has no port"),
+        ("127.0.0.1:70000", "has no port"),
+    ],
+)
+def test_metrics_go_nowhere_else(listen: str, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why) as refused:
+        parse(f'[metrics]\nlisten = "{listen}"\n'.encode())
+    assert refused.value.field == "metrics.listen"
