@@ -31,9 +31,9 @@ from chv.agent.snapshot.saving import refuse_unable
 from chv.agent.strategies import keep_stopped, silent
 from chv.agent.tables import Tables
 from chv.agent.upstream.rules import already_desired, check_force
-from chv.agent.verbs import acted, before_start, started
+from chv.agent.verbs import acted, before_start, joins, started
 from chv.agent.vm.desired import vm_of
-from chv.agent.vm.restoring import asked, find_snapshot, require_restorable, restores, saved_of
+from chv.agent.vm.restoring import asked, find_snapshot, require_restorable, saved_of
 from chv.agent.volume import together
 from chv.agent.volume.verbs import requested, under_way, with_request
 from chv.common.errors import (
@@ -258,7 +258,7 @@ class Mutations:
             after = self._after_verb(tables, stored, request, operation.id)
             self._context.budget.refuse_verb(tables, after, request.verb)
             current = tables.active_operation(stored.uid)
-            if current is not None and self._same(current, request, stored, after):
+            if current is not None and joins(current, request, stored, after):
                 return await self._join(current, request.idempotency_key, digest)
             after = self._versioned(stored, after)
             generation = after.resource.metadata.generation
@@ -298,26 +298,6 @@ class Mutations:
             return acted(stored, tables.workers.get(stored.uid), request, operation_id)
         snapshot = find_snapshot(tables, request.namespace, request.snapshot)
         return asked(tables, started(stored), snapshot, operation_id, force=request.force)
-
-    @staticmethod
-    def _same(
-        current: Operation, request: api.ActOnVm, before: StoredObject, after: StoredObject
-    ) -> bool:
-        """Tell whether this very request is under way: then it is joined, not begun again."""
-        if current.verb != request.verb.value:
-            return False
-        if request.verb is api.VmVerb.RESET:
-            return before.facts is not None and bool(before.facts.reset_request)
-        if request.verb in (api.VmVerb.PAUSE, api.VmVerb.RESUME):
-            return before.facts == after.facts
-        if request.verb is api.VmVerb.RESTORE:
-            return restores(before) == restores(after)
-        if request.verb is api.VmVerb.RESTART_STORAGE:
-            return before.facts is not None and bool(before.facts.storage_request)
-        facts, wanted = before.facts, after.facts
-        assert facts is not None and wanted is not None
-        forced = wanted.force_stop and not facts.force_stop
-        return before.resource.spec == after.resource.spec and not forced
 
     def _versioned(self, before: StoredObject, after: StoredObject) -> StoredObject:
         if before.resource.spec == after.resource.spec:

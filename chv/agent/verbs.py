@@ -70,6 +70,30 @@ def started(stored: StoredObject) -> StoredObject:
     return _with(stored, strategy, facts)
 
 
+def joins(current: Operation, request: ActOnVm, before: StoredObject, after: StoredObject) -> bool:
+    """Tell whether this very request is under way: then it is joined, not begun again."""
+    if current.verb != request.verb.value:
+        return False
+    if request.verb is VmVerb.RESET:
+        return before.facts is not None and bool(before.facts.reset_request)
+    if request.verb in (VmVerb.PAUSE, VmVerb.RESUME):
+        return before.facts == after.facts
+    if request.verb is VmVerb.RESTORE:
+        return _restores(before) == _restores(after)
+    if request.verb is VmVerb.RESTART_STORAGE:
+        return before.facts is not None and bool(before.facts.storage_request)
+    facts, wanted = before.facts, after.facts
+    assert facts is not None and wanted is not None
+    forced = wanted.force_stop and not facts.force_stop
+    return before.resource.spec == after.resource.spec and not forced
+
+
+def _restores(stored: StoredObject) -> str:
+    """Return the snapshot that a VM is being brought back to; empty: none."""
+    request = facts_of(stored).restore
+    return request.snapshot_uid if request is not None else ""
+
+
 def before_start(stored: StoredObject) -> dict[str, str | int | bool | None]:
     """Return what a start changes, to be recorded with its operation."""
     facts = facts_of(stored)
