@@ -195,7 +195,44 @@ NODE_CONDITIONS: tuple[ConditionRule, ...] = (
         stale_s=float("inf"),
         standing=("CensusDone",),
     ),
+    ConditionRule(
+        type="SchedulingPaused",
+        evidence="what an operator has recorded",
+        time=Time.RECORD,
+        stale_s=float("inf"),
+        standing=("AskedFor", "Node"),
+    ),
+    ConditionRule(
+        type="UpstreamConnected",
+        evidence="the last word of the control plane, on a clock that does not jump",
+        time=Time.HEARD,
+        stale_s=40.0,
+        standing=("Embedded", "Connected", "Reconnecting", "NotYetSeen", "Silent"),
+    ),
+    ConditionRule(
+        type="ReportsComplete",
+        evidence="the count of outcomes that the full outbox has dropped",
+        time=Time.RECORD,
+        stale_s=float("inf"),
+        standing=("NothingAmiss", "OutboxFull"),
+    ),
+    ConditionRule(
+        type="UpstreamAgrees",
+        evidence="the last whole list of the control plane",
+        time=Time.HEARD,
+        stale_s=float("inf"),
+        standing=("NothingAmiss", "NotListed"),
+    ),
 )
+
+
+# All objects are looked at for deadlines now and then.
+_PASSING = {
+    (kind, condition.type, reason): rule
+    for kind, of_kind in TABLE.items()
+    for condition in of_kind.conditions
+    for reason, rule in condition.passing.items()
+}
 
 
 def base_reason(reason: str) -> str:
@@ -210,10 +247,8 @@ def passing_phase(kind: str, phase: str) -> Passing | None:
 
 def passing_reason(kind: str, phase: str, type_: str, reason: str) -> Passing | None:
     """Return the rule of a condition's reason that is to pass in this phase."""
-    rule = rule_of(kind, type_)
-    if rule is None or phase in TABLE[kind].rest:
-        return None
-    return rule.passing.get(reason)
+    found = _PASSING.get((kind, type_, reason))
+    return None if found is None or phase in TABLE[kind].rest else found
 
 
 def rule_of(kind: str, type_: str) -> ConditionRule | None:

@@ -18,11 +18,13 @@ from chv.common.wire.agent_waiting import WAIT_NODE, WaitNode, WaitNodeReply
 
 LOOK_S = 0.2
 SCHEDULING = "SchedulingPaused"  # shown while it is so
+AMISS = ("ReportsComplete", "UpstreamAgrees")  # shown while they are False
 TYPES = (
     NodeState.TENANT_READY.value,
     *(each.value for each in Predicate),
     SCHEDULING,
     UPSTREAM_CONNECTED,
+    *AMISS,
 )
 WAY_OUT = {
     NodeState.FAILED: "chv node reset",
@@ -73,7 +75,10 @@ class NodeWaiting:
             since=node.since,
         )
         paused = NodeCondition(type=SCHEDULING, status=_word(holds=self._paused()), reason="Node")
-        return [ready, *node.conditions(), paused, *self._upstream()]
+        found = [ready, *node.conditions(), paused, *self._upstream()]
+        shown = {each.type for each in found}
+        well = [NodeCondition(type=each, status="True", reason="NothingAmiss") for each in AMISS]
+        return found + [each for each in well if each.type not in shown]
 
     def _holds(self, request: WaitNode) -> bool:
         head, equals, value = request.condition.partition("=")

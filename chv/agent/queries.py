@@ -212,9 +212,27 @@ def refuse_hopeless(stored: StoredObject, request: api.WaitCondition) -> None:
         return
     if phase == "Failed":
         raise FailedPrecondition(f"it has failed: {_why(stored)}", resource=stored.title)
+    _refuse_held(stored, request)
     if phase == "Stopped" and not _runs_by_itself(stored) and _needs_a_vmm(request):
         raise FailedPrecondition(
             "it is stopped", resource=stored.title, hint=f"chv start {stored.key[2]}"
+        )
+
+
+def _refuse_held(stored: StoredObject, request: api.WaitCondition) -> None:
+    """Raise where only an operator changes what is in the way."""
+    status = stored.resource.status
+    conditions = status.conditions if status is not None else []
+    reasons = {each.type: each.reason for each in conditions}
+    if reasons.get("VMMRunning") == "HeldByNode" and _needs_a_vmm(request):
+        held = next(each for each in conditions if each.type == "VMMRunning")
+        raise FailedPrecondition(held.message, resource=stored.title, hint="chv node resume")
+    undeclared = reasons.get("SSHReady") == "PortNotDeclared"
+    if undeclared and request.condition == "SSHReady" and request.status == "True":
+        raise FailedPrecondition(
+            "SSH is not looked for: 22 is not in spec.guestPorts",
+            resource=stored.title,
+            field="spec.guestPorts",
         )
 
 

@@ -13,47 +13,82 @@ from pathlib import Path
 
 import pytest
 
+from chv.agent.condition_vm import DAEMON_S
 from chv.common.files import FileLock
-from tests.integration.live_node import ROOT, LiveNode, live_node, need, wait_for
+from tests.integration.live_node import GUEST, ROOT, LiveNode, live_node, need, wait_for
+from tests.integration.test_node_silence import LATE_S, hung, silent_and_back
 
 pytestmark = [pytest.mark.root, need()]
-
-MANIFEST = """
-apiVersion: compute.chv.dev/v1alpha1
-kind: Volume
-metadata: {name: disk}
-spec: {size: 16Mi, format: raw}
----
-apiVersion: compute.chv.dev/v1alpha1
-kind: VirtualMachine
-metadata: {name: guest}
-spec: {memory: 64Mi, disks: [{name: data, volume: disk}]}
-"""
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[LiveNode]:
     with live_node(CHV_VMM="fake") as running:
-        running.apply(MANIFEST)
+        running.apply(GUEST)
         yield running
 
 
-@pytest.mark.parametrize("name", ["stord", "nwd"])
-def test_hung_daemon_degrades_the_node_and_its_return_heals_it(node: LiveNode, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "object_", "conditions"),
+    [
+        ("stord", "volume/disk", ("VolumesReady", "StorageLost")),
+        ("nwd", "network/net", ("NetworkReady",)),
+    ],
+)
+def test_what_a_hung_daemon_knows_is_unknown_and_its_return_heals_the_node(
+    node: LiveNode, name: str, object_: str, conditions: tuple[str, ...]
+) -> None:
     node.await_state("TenantReady")
     vmms = node.workers("vmm")
     pid = node.daemon_pid(name)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    limit = f"{DAEMON_S + LATE_S:g}s"
+    with hung(pid):
         begun = time.monotonic()
         node.await_state("Degraded", timeout_s=10)
         assert time.monotonic() - begun < 8  # 5 s and what a loaded machine adds
+        for condition in conditions:
+            node.cli("wait", "vm/guest", "--for", f"{condition}=Unknown", "--timeout", limit)
+        node.cli("wait", object_, "--for", "Ready=Unknown", "--timeout", limit)
+        assert node.condition("guest", "VMMRunning")["status"] == "True"
         assert "Running" in node.cli("get", "vm").stdout
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    node.await_state("TenantReady")
+    node.cli("wait", "node", "--for", "TenantReady")
     assert node.daemon_pid(name) == pid
     assert node.workers("vmm") == vmms
+    for condition in conditions:
+        wanted = f"{condition}=False" if condition == "StorageLost" else condition
+        node.cli("wait", "vm/guest", "--for", wanted)
+    node.cli("wait", object_, "--for", "Ready")
+
+
+def test_a_hung_vmm_is_unknown_and_goes_on_as_it_was(node: LiveNode) -> None:
+    silent_and_back(node, "guest")
+
+
+def test_the_conditions_of_the_node_can_be_waited_for(node: LiveNode) -> None:
+    assert node.cli("wait", "node", "--for", "TenantReady").stdout == "node TenantReady\n"
+    node.cli("wait", "node", "--for", "state=TenantReady")
+    node.cli("wait", "node", "--for", "SchedulingPaused=False")
+    for kind in ("HostReady", "StorageReady", "NetworkReady", "StoreHealthy", "AdoptionDone"):
+        node.cli("wait", "node", "--for", kind)
+    late = node.cli("wait", "node", "--for", "HostReady=False", "--timeout", "1s", check=False)
+    assert late.returncode == 9
+    assert "HostReady is True (ChecksPassed)" in late.stderr
+    slip = node.cli("wait", "node", "--for", "Tenantready", check=False)
+    assert slip.returncode == 2
+    assert "AdoptionDone, SchedulingPaused, " in slip.stderr
+    node.cli("node", "maintenance", "--reason", "a look inside")
+    down = node.cli("wait", "node", "--for", "TenantReady", check=False)
+    assert down.returncode == 6
+    assert "chv node resume" in down.stderr
+    node.cli("wait", "node", "--for", "state=Maintenance")
+    node.cli("node", "resume")
+    node.cli("wait", "node", "--for", "TenantReady")
+    node.cli("wait", "vm/guest", "--for", "VMMRunning")
+
+
+def test_what_is_said_of_an_object_has_its_age(node: LiveNode) -> None:
+    node.cli("wait", "vm/guest", "--for", "VMMRunning")
+    assert 0 <= node.get("vm", "guest")["status"]["observedAgeSeconds"] < 60
 
 
 def test_vm_is_stopped_at_once_while_the_storage_service_hangs(node: LiveNode) -> None:

@@ -132,6 +132,7 @@ def _disks(tables: Tables, vm: VirtualMachine) -> tuple[DesiredDisk, ...]:
                 shared=shared,
                 grow_now=_grow_now(volume) if volume is not None else "",
                 held=_at_rest(volume) if volume is not None else "",
+                failure=_failure(volume) if volume is not None else "",
             )
         )
     return tuple(found)
@@ -154,6 +155,14 @@ def _at_rest(volume: StoredObject) -> str:
     """Say which verb must not see the volume attached: what a guest wrote since would be lost."""
     request = volume.volume_facts.request if volume.volume_facts is not None else None
     return _AT_REST.get(request.verb, "") if request is not None else ""
+
+
+def _failure(volume: StoredObject) -> str:
+    """Return why the volume has failed for good, as it is shown; empty: it has not."""
+    status = volume.resource.status
+    if status is None or status.phase != "Failed":
+        return ""
+    return next((each.message for each in status.conditions if each.type == "Ready"), "")
 
 
 _AT_REST = {

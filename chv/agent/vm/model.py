@@ -21,6 +21,7 @@ class DesiredDisk:
     shared: bool = False  # other VMs may have it as well, all of them read only
     grow_now: str = ""  # the operation that wants it unplugged, grown and plugged again
     held: str = ""  # why it may not be attached now: a verb that needs it at rest
+    failure: str = field(default="", compare=False)  # why the Volume has failed; words alone
 
     @property
     def disk_id(self) -> str:

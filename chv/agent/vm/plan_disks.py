@@ -47,7 +47,8 @@ def missing_disks(disks: Iterable[DesiredDisk], attached: frozenset[str]) -> lis
 def volume_problem(vm_uid: str, disk: DesiredDisk, volume: ObservedVolume | None) -> str:
     """Return why a volume cannot be attached now, '' where it can."""
     if volume is None or volume.generation < disk.generation:
-        return "is not there yet, or not yet in its newest form"
+        late = "is not there yet, or not yet in its newest form"
+        return f"has failed: {disk.failure}" if disk.failure else late
     if volume.state != "open":
         return f"is {volume.state}"
     if disk.held:

@@ -190,7 +190,7 @@ class Monitor:
 def _moment_s(event: Message) -> float:
     """Return when an event happened, since 1970; 0 where QEMU could not tell."""
     at: Any = event.get("timestamp", {})
-    return max(0.0, at.get("seconds", 0) + at.get("microseconds", 0) / 1e6)
+    return max(0.0, float(at.get("seconds", 0)) + float(at.get("microseconds", 0)) / 1e6)
 
 
 async def _greeted(path: Path) -> socket.socket:

@@ -12,6 +12,7 @@ import chv.agent
 from chv.agent.condition_page import page
 from chv.agent.condition_table import ERRORS, NODE_CONDITIONS, OVERDUE, TABLE, base_reason
 from chv.agent.node import Predicate
+from chv.agent.node_waiting import TYPES as NODE_TYPES
 from chv.common.wire.resources import CONDITIONS, KINDS, PHASES
 from chv.vmm.driver import VmmState
 
@@ -83,7 +84,21 @@ def test_the_table_has_exactly_the_kinds_conditions_and_phases_of_the_schema() -
         assert tuple(each.type for each in rule.conditions) == CONDITIONS[kind]
         assert sorted((*rule.phases, *rule.standing)) == sorted(PHASES[kind])
         assert rule.leads in CONDITIONS[kind]
-    assert {each.type for each in NODE_CONDITIONS} == {"TenantReady", *Predicate}
+
+
+def test_the_node_has_the_conditions_that_can_be_waited_for_and_no_others() -> None:
+    assert sorted(each.type for each in NODE_CONDITIONS) == sorted(NODE_TYPES)
+    assert set(NODE_TYPES) > set(Predicate)
+    named = {
+        word.value.value
+        for path in AGENT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("NodeCondition")
+        for word in node.keywords
+        if word.arg == "type" and isinstance(word.value, ast.Constant)
+    }
+    assert len(named) >= 3
+    assert named <= set(NODE_TYPES)
 
 
 def test_a_deadline_is_told_by_a_reason_of_its_own() -> None:

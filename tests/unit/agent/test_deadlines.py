@@ -9,9 +9,15 @@ from unittest.mock import patch
 import anyio
 import pytest
 
-from chv.common.errors import DeadlineExceeded, ResourceExhausted
+from chv.common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+)
 from chv.common.wire import agent as api
 from chv.common.wire.agent import ObjectRef
+from chv.common.wire.agent_node import ActOnNode, NodeVerb
 from tests.sim.bench import Bench, everything, open_bench
 from tests.sim.virtual import simulated
 from tests.sim.world import Machine
@@ -196,3 +202,36 @@ async def test_a_stopped_vm_that_has_no_disk_attached_is_not_late() -> None:
         await bench.final((await bench.act("stop")).id)
         await anyio.sleep(300)
         assert bench.condition("VolumesReady") == ("False", "NotAttached")
+
+
+@simulated
+async def test_a_vm_whose_volume_has_failed_says_so_and_why() -> None:
+    def unfit(*_: object) -> None:
+        raise InvalidArgument("it is no qcow2")
+
+    async with open_bench() as bench:
+        with patch.object(bench.machine.host.stord, "_OpenVolume", unfit):
+            await bench.apply(*everything())
+            await anyio.sleep(20)
+            assert bench.get("Volume", "data").status.phase == "Failed"
+            status, reason, message = of(bench, "VirtualMachine", "web", "VolumesReady")
+            assert (status, reason) == ("False", "VolumeNotReady")
+            assert "volume data has failed: " in message
+            assert "it is no qcow2" in message
+
+
+@simulated
+async def test_a_wait_for_what_only_a_person_can_change_fails_at_once() -> None:
+    async with open_bench() as bench:
+        await started(bench, guestPorts=[80])
+        await bench.until("GuestBooted")
+        with pytest.raises(FailedPrecondition, match=r"22 is not in spec\.guestPorts"):
+            await bench.until("SSHReady", timeout_s=600)
+        await bench.engine.node.act(
+            ActOnNode(verb=NodeVerb.MAINTENANCE, requester="test", reason="a look")
+        )
+        with pytest.raises(FailedPrecondition) as caught:
+            await bench.until("VMMRunning", status="True", timeout_s=600)
+            await anyio.sleep(60)
+            await bench.until("VMMRunning", status="True", timeout_s=600)
+        assert caught.value.hint == "chv node resume"
