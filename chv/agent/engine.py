@@ -239,7 +239,7 @@ class Engine:
                 limit=request.limit,
                 others=OperationFilter(request.verb, tuple(request.states), request.since),
             )
-        return api.ListOperationsReply(operations=[self._view.seen(each) for each in found])
+        return api.ListOperationsReply(operations=[self._view.listed(each) for each in found])
 
     async def wait_operation(self, request: api.WaitOperation) -> api.OperationReply:
         """The operation once it is final; DeadlineExceeded before."""

@@ -330,7 +330,7 @@ class ListOperations(Message, frozen=True, kw_only=True):
 
 
 class ListOperationsReply(Reply, frozen=True, kw_only=True):
-    """Operations without their steps."""
+    """Operations without their steps, requests and results."""
 
     operations: list[Operation] = []
 
