@@ -127,7 +127,8 @@ class Worker:
             self._reconciler.serve(group)
             while True:
                 self._woken = anyio.Event()
-                outcome = await self._pass()
+                with logs.operation(self._context.operations.current_id(self._uid)):
+                    outcome = await self._pass()
                 if isinstance(outcome, Gone):
                     self._context.forget(self._uid)
                     break

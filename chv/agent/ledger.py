@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from chv.agent.events_derive import with_events
+from chv.agent.events_log import log_events
 from chv.agent.events_record import PutEvents
 from chv.agent.generation_rows import with_history
 from chv.agent.records import (
@@ -138,7 +139,8 @@ class Ledger:
                     self.operations.notify(operation.id)
                 case PutStep(operation_id=operation_id):
                     self.operations.notify(operation_id)
-                case PutEvents():
+                case PutEvents(events=events):
                     self.events.notify(EVENTS)
+                    log_events(events)
                 case _:
                     pass

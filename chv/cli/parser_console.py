@@ -23,6 +23,7 @@ def add_console(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
     logs.add_argument("target", help="vm/NAME or daemon/agent|stord|nwd|console")
     logs.add_argument("-f", "--follow", action="store_true")
     logs.add_argument("--tail", type=int, metavar="LINES", help="default 200; with --since all")
+    logs.add_argument("--operation", default="", metavar="ID", help="lines of this operation")
     logs.add_argument("--since", default="", help="10m, 2h, or a time as 2026-01-31T12:00:00Z")
     logs.add_argument(
         "--timestamps",

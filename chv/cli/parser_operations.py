@@ -20,6 +20,7 @@ def add_operations(commands: Sub[argparse.ArgumentParser], add: Add) -> None:
         _output(parser)
     show = add(actions, "show", "ops:show", "Show one operation with its steps.")
     show.add_argument("id")
+    show.add_argument("--logs", action="store_true", help="with the lines of all three daemons")
     _output(show)
     cancel = add(
         actions,

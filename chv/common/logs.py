@@ -10,9 +10,12 @@ daemon's name is rotated by size (log_rotation.py).
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import IO, Any
 
@@ -31,7 +34,8 @@ LEVELS = {
 TEXT_CHARACTERS_MAX = 8_192
 LINE_BYTES_MAX = 65_536
 _ROOT = "chv"
-_RESERVED = frozenset({"time", "level", "daemon", "logger", "event", "dropped"})
+_RESERVED = frozenset({"time", "level", "daemon", "pid", "logger", "event", "dropped"})
+_operation_id: ContextVar[str] = ContextVar("operation_id", default="")
 
 # What every record of `logging` has; anything else in one is an `extra` of its writer.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
@@ -82,6 +86,16 @@ def get(name: str) -> Logger:
     return Logger(logging.getLogger(name if inside else f"{_ROOT}.{name}"))
 
 
+@contextmanager
+def operation(operation_id: str) -> Iterator[None]:
+    """Let each line that is written within, and by tasks begun within, name its operation."""
+    token = _operation_id.set(operation_id or _operation_id.get())
+    try:
+        yield
+    finally:
+        _operation_id.reset(token)
+
+
 def setup(daemon: str, level: str = "info", stream: IO[str] | None = None) -> None:
     """Send this process's logs to `stream` (default: standard error); may be called again."""
     handler = _JsonHandler(daemon, sys.stderr if stream is None else stream)
@@ -124,6 +138,7 @@ def _line(daemon: str, record: logging.LogRecord, dropped: int) -> str:
         "time": timestamp(datetime.fromtimestamp(record.created, UTC)),
         "level": record.levelname.lower(),
         "daemon": daemon,
+        "pid": os.getpid(),
         "logger": record.name,
         "event": _short(record.getMessage()),
     }
@@ -131,6 +146,9 @@ def _line(daemon: str, record: logging.LogRecord, dropped: int) -> str:
         head["dropped"] = dropped
     if fields is None:
         fields = _foreign_fields(record)
+    operation_id = _operation_id.get()
+    if operation_id and "operation_id" not in fields:
+        fields = {"operation_id": operation_id, **fields}
     body = {f"{key}_" if key in _RESERVED else key: _plain(fields[key]) for key in fields}
     data = msgspec.json.encode({**head, **body})
     if len(data) > LINE_BYTES_MAX:

@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
+import msgspec
+
 from chv.cli import connect, operations, output
+from chv.cli.commands.logs import of_operation
 from chv.cli.commands.objects import kind_of
 from chv.common.wire import agent
 
@@ -72,8 +75,13 @@ def show(arguments: argparse.Namespace) -> int:
     with connect.client(arguments.socket) as client:
         request = agent.OperationRef(operation_id=arguments.id)
         operation = client.call(agent.GET_OPERATION, request).operation
+        lines: list[str] = []
+        if arguments.logs:
+            lines = of_operation(client, operation.id, operation.created_at)
     if arguments.output:
-        output.document(operation, arguments.output)
+        plain = msgspec.to_builtins(operation)
+        said = {"logs": [msgspec.json.decode(line) for line in lines]} if arguments.logs else {}
+        output.document(plain | said, arguments.output)
         return 0
     where = f" in {operation.namespace}" if operation.namespace else ""
     which = f", generation {operation.generation}" if operation.generation else ""
@@ -94,6 +102,8 @@ def show(arguments: argparse.Namespace) -> int:
                 for step in operation.steps
             ],
         )
+    if lines:
+        print(f"\n{''.join(lines)}", end="")
     return 0
 
 

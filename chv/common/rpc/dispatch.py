@@ -17,6 +17,7 @@ import anyio
 import anyio.lowlevel
 from msgspec import UnsetType
 
+from chv.common import logs
 from chv.common.errors import (
     JSONRPC_METHOD_NOT_FOUND,
     Cancelled,
@@ -172,7 +173,8 @@ class Dispatcher:
             return await self._run(entry, params, call, budget_s)
         began_s, outcome = anyio.current_time(), "cancelled"
         try:
-            result = await self._run(entry, params, call, budget_s)
+            with logs.operation(operation_id):
+                result = await self._run(entry, params, call, budget_s)
             outcome = "done"
         except Exception as error:
             known = _only_chv_error(error)

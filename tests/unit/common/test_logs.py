@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import logging
 import re
 import warnings
@@ -47,6 +48,7 @@ def test_an_event_is_one_json_line_with_its_fields(stream: io.StringIO) -> None:
     logs.get("chv.agent.vm").info("vm.started", vm_id="v1", duration_ms=3.5, steps=["a", "b"])
     [line] = lines(stream)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
+    assert line.pop("pid") == os.getpid()
     assert line == {
         "level": "info",
         "daemon": "agent",
