@@ -45,6 +45,7 @@ class Client:
         self._random = generator
         self._policy = random.Random()  # draws of its own: others keep theirs
         self._policy.setstate(generator.getstate())
+        self._order = random.Random(generator.getstate()[1][1])
         self._specs: dict[int, dict[str, Any]] = {}  # of the VMs, as applied last
         self._sizes: dict[int, int] = {}  # of the volumes in MiB, as applied last
         self._snapshots: dict[int, dict[str, Any]] = {}  # what is fixed at creation
@@ -114,7 +115,11 @@ class Client:
                 self.operations.add((await engine.act_on_volume(act)).operation.id)
             case {"node": verb}:
                 node_wish = ActOnNode(
-                    verb=verb, requester="sim", reason="because", idempotency_key=key
+                    verb=verb,
+                    requester="sim",
+                    reason="because",
+                    idempotency_key=key,
+                    until_boot=self.position % 3 == 0,
                 )
                 operation_id, _ = await engine.node.act(node_wish)
                 if operation_id:
@@ -355,6 +360,8 @@ class Client:
                 {"name": f"eth{n}", "network": f"net{n}", "securityGroups": self._groups_of_nic()}
                 for n in networks
             ],
+            **self._order.choice([{}, {"startPriority": number}, {"startPriority": -1}]),
+            **self._order.choice([{}, {}, {"startDelay": "5s"}]),
         }
         self._specs[number] = spec
         return _object("VirtualMachine", f"vm{number}", spec)

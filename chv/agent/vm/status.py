@@ -256,8 +256,11 @@ def _not_running(picture: Picture, wait: WaitStep | None) -> Condition:
     if picture.desired.held:
         return condition("VMMRunning", False, "HeldByNode", picture.desired.held, facts.last_stop)
     if wait is not None:
-        evidence = facts.last_stop if wait.reason == "BackOff" else ""
-        return condition("VMMRunning", False, wait.reason, wait.message, evidence)
+        if wait.reason != "BackOff":
+            return condition("VMMRunning", False, wait.reason, wait.message)
+        since = loop_since(facts, picture.now, picture.window_s)
+        loop = f"; crashes since {since}: {len(facts.crashes)}" if since else ""
+        return condition("VMMRunning", False, "BackOff", f"{wait.message}{loop}", facts.last_stop)
     reason = "Starting" if picture.desired.running else "Stopped"
     return condition("VMMRunning", False, reason, facts.last_stop)
 

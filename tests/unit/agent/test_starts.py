@@ -336,6 +336,8 @@ def test_backoff_goes_on_under_another_agent_whatever_the_wall_clock_does(jump_s
                 if 3 <= crash <= 4:  # the back-off is longer than that
                     assert bench.condition("VMMRunning") == ("False", "BackOff")
                     assert seen.next_restart_at and seen.crash_loop_since
+                    loop = f"crashes since {seen.crash_loop_since}: {crash}"
+                    assert loop in message(bench, "web")
             machine.clock.wall_s += jump_s  # the agent is dead, and the clock is set
         async with open_bench(machine) as bench:
             await anyio.sleep(100)
