@@ -11,6 +11,7 @@ from chv.agent.tables import Tables
 from chv.agent.vm.cloning import HELPER
 from chv.agent.vm.desired import vm_of
 from chv.common.wire.agent import OperationState
+from chv.common.wire.resources import Volume
 
 
 async def undo(context: Context, uid: str, why: str) -> bool:
@@ -37,6 +38,23 @@ async def undo(context: Context, uid: str, why: str) -> bool:
     for stored in made:
         context.wake(stored.uid)
     return bool(made)
+
+
+def lacking(tables: Tables, uid: str) -> str:
+    """Say which volume a clone needs of its snapshot that is not of it: the VM had let go of it.
+
+    Empty: none, or the snapshot is not one of a clone.
+    """
+    snapshot = tables.objects.get(uid)
+    if snapshot is None or HELPER not in snapshot.resource.metadata.annotations:
+        return ""
+    facts = snapshot.snapshot_facts
+    has = {part.volume for part in facts.parts} if facts is not None else set()
+    for each in referrers(tables, snapshot.key):
+        source = each.resource.spec.source if isinstance(each.resource, Volume) else None
+        if source is not None and source.snapshot_volume not in ("", *has):
+            return source.snapshot_volume
+    return ""
 
 
 def _made_with(tables: Tables, uid: str) -> list[StoredObject]:

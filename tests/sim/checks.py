@@ -20,6 +20,7 @@ from chv.common.wire.resources import Volume
 from chv.common.wire.stord import JobState
 from chv.vmm.driver import VmmState
 from tests.sim.client import Client
+from tests.sim.copies import leftovers
 from tests.sim.world import Machine
 
 
@@ -37,6 +38,7 @@ def problems(machine: Machine, client: Client) -> list[str]:
         *_networks(machine, tables),
         *_policy(machine, tables),
         *_files(machine, tables),
+        *leftovers(tables),
     ]
 
 

@@ -224,6 +224,8 @@ class Machine:
             self._check_backoff(change)
         for text in told_wrongly(self.store.tables, changes):
             self._violate(text)
+        if outlived := second_life(self.store.tables, changes):
+            self._violate(outlived)
         self.store.tables.apply(changes)
         for change in changes:
             if isinstance(change, PutOperation):

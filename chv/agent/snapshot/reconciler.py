@@ -12,7 +12,7 @@ import msgspec
 
 from chv.agent.actors import Again, Done, Gone, Outcome, Waiting
 from chv.agent.cascade import finish_delete, taken_back
-from chv.agent.clone_undo import undo
+from chv.agent.clone_undo import lacking, undo
 from chv.agent.cloning import collect_helper
 from chv.agent.conditions import condition, merge
 from chv.agent.records import (
@@ -124,6 +124,10 @@ class SnapshotReconciler(SimpleReconciler):
             )
         await self._show(stored, seen, condition("Ready", True, "Taken"))
         await self.settle("taken")
+        if missing := lacking(self._context.ledger.tables, self._uid):
+            why = f"volume {missing} was taken from the VM before its disks were"
+            if await undo(self._context, self._uid, why):
+                return Again()
         return Again() if await collect_helper(self._context, self._uid) else Done()
 
     # --- take
