@@ -152,23 +152,39 @@ def test_nothing_is_reaped_while_a_daemon_cannot_say_whose_it_is(node: LiveNode)
         process.wait()
 
 
-def test_the_vmm_of_a_recorded_vm_is_taken_up_again(node: LiveNode) -> None:
+@pytest.mark.parametrize("point", ["", "agent.leak.adopt.after=kill"])
+def test_the_vmm_of_a_recorded_vm_is_taken_up_again(node: LiveNode, point: str) -> None:
     before = node.workers("vmm")
     node.down()
     with sqlite3.connect(node.dev.layout.database("agent")) as store:
         store.execute("DELETE FROM workers")
     store.close()
-    node.up()
+    node.restart(point)
     ((worker_id, pid),) = before.items()
     leak = leaks(node)[f"process {worker_id}"]
     assert leak["title"] == "VirtualMachine default/guest"
     assert leak["actions"] == ["adopt", "reap"]
     assert node.status("guest")["phase"] == "Unknown"
 
-    node.cli("leaks", "adopt", leak["id"], "--reason", "the store came from a copy")
+    words = ("--reason", "the store came from a copy")
+    taken = node.cli("leaks", "adopt", leak["id"], *words, check=not point)
+    if point:
+        assert taken.returncode != 0
+        node.await_agent_death()
+        node.up()
 
     wait_for(lambda: node.status("guest")["phase"] == "Running", 20, "the VM running again")
+    wait_for(lambda: adoption(node)["state"] == "Succeeded", 20, "the end of the operation")
+    assert adoption(node)["reason"] == words[1]
     assert node.workers("vmm") == {worker_id: pid}
     assert leaks(node) == {}
     node.cli("restart", "guest", "--force", "--timeout", "30s")
     assert len(node.workers("vmm")) == 1
+
+
+def adoption(node: LiveNode) -> dict[str, Any]:
+    """The operation of the newest adoption."""
+    found: list[dict[str, Any]] = json.loads(
+        node.cli("ops", "ls", "--verb", "adopt_leak", "--json").stdout
+    )
+    return found[0]
