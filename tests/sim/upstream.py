@@ -7,6 +7,7 @@ the two see each other. A report counts once it is here, whether or not its send
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,25 +29,31 @@ class Plane:
 
     wanted: dict[str, Wanted] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
+    newest: dict[str, int] = field(default_factory=dict)  # generation by uid
+    said: list[Wanted] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     cut: bool = False
     lossy: bool = False  # reports arrive, and nobody learns of it
     news: dict[int, deque[Wanted]] = field(default_factory=dict)  # of each open session
+    seqs: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     statuses: dict[str, Report] = field(default_factory=dict)
     outcomes: dict[str, Report] = field(default_factory=dict)  # operation id -> how it ended
     again: int = 0  # reports that had come before
     sessions: int = 0
+    heard_s: float = 0.0  # when a node heard of it last, by `now`
+    now: Callable[[], float] = anyio.current_time
 
-    def want(
+    def wanted_as(
         self, uid: str, manifest: dict[str, Any], generation: int, *, deleting: bool = False
-    ) -> Wanted:
+    ) -> None:
         """Let an object be wanted so from now on."""
         raw = msgspec.Raw(msgspec.json.encode(manifest))
         wanted = Wanted(uid=uid, generation=generation, object=raw, deleting=deleting)
         self.wanted[uid] = wanted
+        self.newest[uid] = max(generation, self.newest.get(uid, 0))
+        self.said.append(wanted)
         self.tell(wanted)
-        return wanted
 
     def tell(self, wanted: Wanted) -> None:
         """Say something to every node that listens, true or not."""
@@ -59,6 +66,9 @@ class Plane:
             self._take(report)
 
     def _take(self, report: Report) -> None:
+        if report.seq not in self.seqs and report.seq < max(self.seqs, default=0):
+            self.problems.append(f"report {report.seq} comes after {max(self.seqs)}")
+        self.seqs.add(report.seq)
         self.reports.append(report)
         match report.kind:
             case ReportKind.STATUS:
@@ -121,6 +131,7 @@ class PlaneUpstream:
 
     async def _serve(self, session: Session, news: deque[Wanted]) -> None:
         plane, silent_s = self._plane, 0.0
+        self._word()
         await session.relist(tuple(plane.wanted.values()))
         while silent_s < SILENCE_S:
             await anyio.sleep(0.25)
@@ -128,10 +139,17 @@ class PlaneUpstream:
                 silent_s += 0.25
                 continue
             silent_s = 0.0
+            self._word()
             session.contact()
-            while news:
+            while news and not plane.cut:
+                self._word()
                 await session.change(news.popleft())
         raise Unavailable("plane: silent")
+
+    def _word(self) -> None:
+        if self._chaos is not None:
+            self._chaos.check(self._life)
+        self._plane.heard_s = self._plane.now()
 
     async def report(self, reports: tuple[Report, ...]) -> None:
         """Deliver; cut off, it is not known whether it came."""
@@ -145,3 +163,4 @@ class PlaneUpstream:
         else:
             name = "upstream.report"
             await self._chaos.seam(self._life, name, lambda: self._plane.take(reports))
+            self._word()

@@ -23,13 +23,20 @@ from chv.agent.upstream.outbox import status_report, with_reports
 from chv.agent.upstream.records import DropReports, PutReport
 from chv.agent.upstream.rules import not_listed
 from chv.common import logs
-from chv.common.errors import ChvError, StaleGeneration, Unavailable
+from chv.common.errors import (
+    ChvError,
+    DeadlineExceeded,
+    OutcomeUnknown,
+    StaleGeneration,
+    Unavailable,
+)
 from chv.common.wire.agent import NodeCondition
 from chv.common.wire.resources import APPLY_ORDER
 from chv.common.wire.upstream import NodeView, Report, ReportKind, Wanted
 
 log = logs.get(__name__)
 
+_TRIED_AGAIN = (Unavailable, DeadlineExceeded, OutcomeUnknown)  # says nothing of the object
 BATCH_MAX = 100
 RETRY_S, RETRY_S_MAX = 1.0, 30.0
 AGAIN_S = 5.0  # what was refused is tried again
@@ -171,7 +178,8 @@ class UpstreamDesk:
         try:
             await self._intake.take(session, wanted)
         except StaleGeneration as error:
-            # An older word after a newer one, or of an object that was deleted on the spot.
+            # An older word after a newer one, or of what was deleted on the spot: for good.
+            self._settled(wanted)
             await self._tell_refusal(session, wanted, error)
         except ChvError as error:
             waiting = self._refused.get(wanted.uid)
@@ -179,13 +187,16 @@ class UpstreamDesk:
                 self._refused[wanted.uid] = wanted
                 await self._tell_refusal(session, wanted, error)
         else:
-            waiting = self._refused.get(wanted.uid)
-            if waiting is not None and waiting.generation <= wanted.generation:
-                del self._refused[wanted.uid]
+            self._settled(wanted)
             self._told.pop(wanted.uid, None)
 
+    def _settled(self, wanted: Wanted) -> None:
+        waiting = self._refused.get(wanted.uid)
+        if waiting is not None and waiting.generation <= wanted.generation:
+            del self._refused[wanted.uid]
+
     async def _tell_refusal(self, session: int, wanted: Wanted, error: ChvError) -> None:
-        if session != self.link.session:
+        if session != self.link.session or isinstance(error, _TRIED_AGAIN):
             return
         said = (wanted.generation, str(error))
         if self._told.get(wanted.uid) == said:

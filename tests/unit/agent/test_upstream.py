@@ -40,8 +40,8 @@ async def managed(
 ) -> AsyncIterator[tuple[Bench, Plane]]:
     """A node whose plane wants a VM, which runs."""
     plane = plane or Plane()
-    plane.want(IMAGE, image(), 1)
-    plane.want(WEB, bare(), 3)
+    plane.wanted_as(IMAGE, image(), 1)
+    plane.wanted_as(WEB, bare(), 3)
     async with open_bench(machine_of(plane, limits)) as bench:
         await until(lambda: bench.machine.store.tables.assignments.keys() == {IMAGE, WEB})
         await bench.until("VMMRunning")
@@ -86,10 +86,10 @@ async def test_what_the_plane_wants_runs_under_its_uid_and_is_reported() -> None
 @simulated
 async def test_newer_generation_is_taken_equal_changes_nothing_older_is_refused() -> None:
     async with managed() as (bench, plane):
-        plane.want(WEB, bare(cpus=2), 4)
+        plane.wanted_as(WEB, bare(cpus=2), 4)
         await until(lambda: bench.get("VirtualMachine", "web").spec.cpus == 2)
         plane.tell(msgspec.structs.replace(plane.wanted[WEB], generation=3))
-        plane.want(WEB, bare(cpus=1), 4)  # another content under the same number: not believed
+        plane.wanted_as(WEB, bare(cpus=1), 4)  # another content under the same number: not believed
         await until(lambda: any(r.kind is ReportKind.REFUSED for r in plane.reports))
         await anyio.sleep(10)
         assert bench.get("VirtualMachine", "web").spec.cpus == 2
@@ -101,7 +101,7 @@ async def test_newer_generation_is_taken_equal_changes_nothing_older_is_refused(
 @simulated
 async def test_deletion_is_done_and_told_and_an_object_no_longer_listed_is_kept() -> None:
     async with managed() as (bench, plane):
-        plane.want(WEB, bare(), 4, deleting=True)
+        plane.wanted_as(WEB, bare(), 4, deleting=True)
         await until(lambda: WEB in plane.gone)
         del plane.wanted[IMAGE]
         plane.cut = True
@@ -117,7 +117,7 @@ async def test_what_is_refused_is_told_and_taken_once_it_can_be() -> None:
     plane = Plane()
     async with managed(plane) as (bench, _):
         wrong = {**bare("other"), "spec": {**bare("other")["spec"], "boot": {"image": "late"}}}
-        plane.want(OTHER, wrong, 1)
+        plane.wanted_as(OTHER, wrong, 1)
         await until(lambda: any(r.uid == OTHER for r in plane.reports))
         assert next(r for r in plane.reports if r.uid == OTHER).kind is ReportKind.REFUSED
         await bench.apply(image("late"))  # the node's own
@@ -186,7 +186,7 @@ async def test_stop_on_the_spot_holds_until_a_newer_generation_and_start_takes_i
         assert bench.machine.store.tables.assignments[WEB].override == ""
         await bench.final((await bench.act("stop")).id)
         await healed(bench, plane)
-        plane.want(WEB, bare(), 4)
+        plane.wanted_as(WEB, bare(), 4)
         await until(lambda: bench.process() is not None)
         await until(
             lambda: plane.statuses[WEB].generation == 4 and not plane.statuses[WEB].override
@@ -196,7 +196,7 @@ async def test_stop_on_the_spot_holds_until_a_newer_generation_and_start_takes_i
 @simulated
 async def test_cut_off_nothing_starts_that_the_plane_wanted_halted() -> None:
     async with managed() as (bench, plane):
-        plane.want(WEB, bare(runStrategy="Halted"), 4)
+        plane.wanted_as(WEB, bare(runStrategy="Halted"), 4)
         await until(lambda: bench.process() is None)
         await cut_off(bench, plane)
         for verb in ("start", "restart"):
