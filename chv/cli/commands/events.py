@@ -15,11 +15,9 @@ from chv.cli.commands.objects import kind_of
 from chv.cli.commands.ops import OWN_KINDS
 from chv.common.clock import SystemClock
 from chv.common.errors import InvalidArgument, ResourceExhausted, Unavailable
-from chv.common.rpc.blocking import BlockingClient
 from chv.common.wire import agent_events as wire
 
 RETRY_S = 0.2
-LAST_MAX = 5  # with an object: its newest
 
 
 def events(arguments: argparse.Namespace) -> int:
@@ -58,22 +56,6 @@ def target(text: str) -> tuple[str, str]:
     if kind.lower() in own:
         return own[kind.lower()], name
     return (kind_of(kind) if kind else ""), name
-
-
-def last(client: BlockingClient, kind: str, namespace: str, name: str) -> list[wire.Event]:
-    """Return the newest events of an object, in order."""
-    found: list[wire.Event] = []
-    request = wire.WatchEvents(kind=kind, namespace=namespace, name=name, tail=LAST_MAX)
-    client.stream(wire.WATCH_EVENTS, request, lambda chunk: found.extend(chunk.events))
-    return found
-
-
-def print_last(found: list[wire.Event]) -> None:
-    """Print the newest events of an object below what else is said of it."""
-    if found:
-        print("\nEvents")
-        for event in found:
-            print(f"  {output.age(event.at):>4}  {event.type:7}  {event.reason}  {event.message}")
 
 
 class Reader:

@@ -9,6 +9,7 @@ import msgspec
 
 from chv.cli import ages, connect, manifests, operations, output, tables
 from chv.cli.deletion import in_rounds
+from chv.cli.last_events import last_events, print_events
 from chv.common.errors import InvalidArgument, NotFound
 from chv.common.pages import whole_blocking
 from chv.common.rpc.blocking import BlockingClient
@@ -94,7 +95,9 @@ def describe(arguments: argparse.Namespace) -> int:
                 kind=kind, namespace=arguments.namespace, name=arguments.name, limit=5
             ),
         )
+        newest = last_events(client, kind, arguments.namespace, arguments.name)
     tables.describe(item, recent.operations)
+    print_events(newest)
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 
 from chv.cli import connect, output
 from chv.cli.commands.history import target
+from chv.cli.last_events import last_events, print_events
 from chv.common.errors import InvalidArgument
 from chv.common.wire import agent
 from chv.common.wire import agent_history as wire
@@ -20,12 +21,14 @@ def why(arguments: argparse.Namespace) -> int:
     with connect.client(arguments.socket) as client:
         request = agent.ObjectRef(kind=kind, name=name, namespace=arguments.namespace)
         reply = client.call(wire.WHY, request)
+        newest = [] if reply.as_wanted else last_events(client, kind, arguments.namespace, name)
     if arguments.output:
         output.document(reply, arguments.output)
         return 0
     print(reply.verdict)
     if not reply.as_wanted:
         _page(reply)
+        print_events(newest)
     return 0
 
 

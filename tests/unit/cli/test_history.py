@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from chv.cli.commands import history, why
 from chv.cli.parser import build_parser
 from chv.common.errors import InvalidArgument
 from chv.common.wire import agent_history as wire
+from chv.common.wire.agent_events import Event, EventChunk
 from chv.common.wire.resource_base import Condition, ConditionStatus
 
 SPECS = {1: {"memory": "1Gi", "cpus": 1}, 2: {"memory": "2Gi", "cpus": 1}}
@@ -36,6 +38,11 @@ class Agent:
         return wire.GenerationReply(
             generation=info, object=msgspec.Raw(msgspec.json.encode(manifest))
         )
+
+    def stream(self, method: Any, request: Any, show: Callable[[Any], None]) -> None:
+        self.asked.append(request)
+        event = Event(seq=4, at="2026-01-01T00:00:00Z", reason="Crashed", message="it ended")
+        show(EventChunk(last_seq=4, log="l", events=[event]))
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -130,5 +137,5 @@ def test_why_shows_conditions_words_and_what_to_type(
     served(monkeypatch, reply)
     assert why.why(arguments("why", "vm/web")) == 0
     printed = capsys.readouterr().out
-    for text in ("too often", "panic", "no such file", "chv start web", "Volume/data"):
+    for text in ("too often", "panic", "no such file", "chv start web", "Volume/data", "it ended"):
         assert text in printed
