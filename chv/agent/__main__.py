@@ -131,7 +131,7 @@ class Agent:
             vmm=self.vmms,
             images=self.images,
             seeds=self.seeds,
-            saves=Saves(self.layout),
+            saves=Saves(self.layout, self.config.storage),
             guest=self.guest,
             gate=NodeGate(self.node, lambda: link.connected),
             clock=self.clock,
@@ -316,7 +316,8 @@ async def run(config_path: Path, config: Config, layout: Layout) -> None:
                 await tasks.start(server.serve, layout.socket("agent"))
                 sampler = Sampler(agent.engine.tables, agent.daemons.link, agent.clock)
                 parts = (agent.config, agent.node, agent.daemons, agent.engine, agent.census)
-                await tasks.start(serve_metrics, Metrics(*parts, sampler), layout.socket("metrics"))
+                metrics = Metrics(*parts, sampler, agent.budget)
+                await tasks.start(serve_metrics, metrics, layout.socket("metrics"))
                 await _start(agent, server, tasks)
 
 

@@ -18,6 +18,8 @@ from chv.agent.metrics_sample import Sampler
 from chv.agent.metrics_storage import storage_families
 from chv.agent.metrics_text import Family, render
 from chv.agent.node import Node, NodeState
+from chv.agent.resources.commitment import Budget
+from chv.agent.resources.room import commitment
 from chv.common.config import Config
 from chv.common.quantity import parse_bytes
 from chv.common.wire.nwd_policy import NicStats
@@ -44,12 +46,14 @@ class Metrics:
     engine: Engine
     census: Census
     sampler: Sampler
+    budget: Budget
 
     def text(self) -> str:
         """Return all metrics; starts nothing and waits for nothing."""
         self.sampler.scraped()
         families = [
             *self._node(),
+            *self._resources(),
             *self._daemons(),
             *self._vms(),
             *self._processes(),
@@ -71,6 +75,21 @@ class Metrics:
         for condition in self.node.conditions():
             conditions.add(_truth(condition.status), type=condition.type)
         return [info, state, conditions]
+
+    def _resources(self) -> list[Family]:
+        seen = commitment(self.engine.tables(), self.budget)
+        memory = Family(
+            "chv_node_memory_committed_bytes", "gauge", "Promised to VMs that are wanted running."
+        )
+        memory.add(seen.memory_bytes)
+        vcpus = Family("chv_node_vcpus_committed", "gauge", "vCPUs of the same VMs.")
+        vcpus.add(seen.vcpus)
+        most = Family(
+            "chv_node_memory_capacity_bytes", "gauge", "The most that may be; absent: no limit."
+        )
+        if seen.capacity_bytes is not None:
+            most.add(seen.capacity_bytes)
+        return [memory, vcpus, most]
 
     def _daemons(self) -> list[Family]:
         up = Family("chv_daemon_up", "gauge", "1 while the daemon answers.")

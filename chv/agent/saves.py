@@ -17,6 +17,8 @@ from pathlib import Path
 import anyio
 
 from chv.agent.ports import VmHandle
+from chv.agent.resources.places import floor_bytes
+from chv.common.config import StorageConfig
 from chv.common.errors import DataLoss, PermissionDenied, ResourceExhausted
 from chv.common.files import (
     atomic_write,
@@ -37,8 +39,9 @@ MARK = "whole"  # made last: without it the files are worth nothing
 class Saves:
     """Implements `SavePort`."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, storage: StorageConfig) -> None:
         self._layout = layout
+        self._storage = storage
 
     async def prepare(self, vm: VmHandle, snapshot_uid: str, size_bytes: int) -> str:
         """Make an empty directory for the VMM, if there is room for so much."""
@@ -70,10 +73,11 @@ class Saves:
     def _prepare(self, vm: VmHandle, snapshot_uid: str, size_bytes: int) -> str:
         self._remove(vm.uid, snapshot_uid)
         room, needed = free_bytes(self._layout.state), size_bytes + SPARE_BYTES
-        if room < needed:
+        floor = floor_bytes(self._layout.state, self._storage)
+        if room < needed + floor:
             raise ResourceExhausted(
                 f"memory and devices may take {needed} bytes, {room} are free "
-                f"in {self._layout.state}",
+                f"in {self._layout.state}, and {floor} must stay free",
                 resource=f"VirtualMachine {vm.namespace}/{vm.name}",
                 hint="free space there, then take the snapshot again",
             )

@@ -23,6 +23,7 @@ from chv.common.errors import (
     InvalidArgument,
     NotFound,
     OutcomeUnknown,
+    ResourceExhausted,
     Unavailable,
 )
 from chv.common.wire import agent as api
@@ -31,7 +32,7 @@ from chv.common.wire.types import API_VERSION
 from tests.sim.copies import ask, ask_for_copies, with_sources
 
 LOST = (Unavailable, DeadlineExceeded, OutcomeUnknown)
-REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound)
+REFUSED = (Conflict, FailedPrecondition, InUse, InvalidArgument, NotFound, ResourceExhausted)
 VMS, VOLUMES, NETWORKS, GROUPS = 3, 5, 2, 2
 VERBS = ("start", "start", "stop", "restart", "reset", "pause", "resume", "resume")
 ALONE = 4  # the volume that no VM has: what needs one at rest is done there as well

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
 from chv.agent.engine import Engine
+from chv.agent.resources.capacity import Capacity
 from chv.agent.tables import Tables
 from chv.agent.vm.freeze import frozen
 from chv.common import virtual_time
@@ -32,6 +33,9 @@ REQUESTS, KILLS_MAX = 16, 40  # of a full schedule
 SMALL = ((8, 8), (10, 8), (12, 6))
 SMALL_FROM = 100_000
 FULL_EACH = 8
+# Of each so many, one is on a machine whose memory is enough for two or three VMs.
+TIGHT_EACH = 5
+TIGHT = Capacity(machine_bytes=900 << 20)
 QUIET_S_MAX = 600.0  # restarts back off up to a minute, stops take up to 20 s
 # A pass that began before the quiet may hang once and then show what it saw before.
 RESYNC_S = TIMEOUT_S + 35.0
@@ -70,6 +74,8 @@ class Schedule:
         self.client = Client(random.Random(seed + 1), requests)
         self.chaos = Chaos(generator, swarm(generator), kills_max=kills_max)
         self.machine = Machine(seed, self.chaos)
+        if seed >= SMALL_FROM and seed % TIGHT_EACH == 0:
+            self.machine.limits = replace(self.machine.limits, capacity=TIGHT)
         self.events_random = random.Random(seed + 2)
         self.event_rate = generator.choice((0.0, 0.3, 0.8, 0.8))
         self.events = 0

@@ -221,6 +221,7 @@ class Machine:
         """Store the changes, and see that an operation succeeds only with what it is for."""
         for change in changes:
             self._check_held(change)
+            self._check_memory(change)
             self._check_backoff(change)
         for text in told_wrongly(self.store.tables, changes):
             self._violate(text)
@@ -230,6 +231,17 @@ class Machine:
         for change in changes:
             if isinstance(change, PutOperation):
                 self._check_success(change.operation)
+
+    def _check_memory(self, change: Change) -> None:
+        """No VMM is begun for which there is no memory beside those that may live."""
+        tables, capacity = self.store.tables, self.limits.capacity.memory_bytes
+        if not isinstance(change, PutWorker) or capacity is None:
+            return
+        others = [row for uid, row in tables.workers.items() if uid != change.row.vm_uid]
+        if change.row.vm_uid not in tables.workers:
+            promised = sum(row.config.memory_bytes for row in (*others, change.row))
+            if promised > capacity:
+                self._violate(f"memory: {promised} bytes are promised of {capacity}")
 
     def _check_held(self, change: Change) -> None:
         """While the node is held no VMM is begun, and in Maintenance none is left."""

@@ -21,7 +21,8 @@ from chv.agent.daemons import Daemons
 from chv.agent.probes import Probes
 from chv.agent.resources import cgroups, hardware
 from chv.agent.resources.commitment import Budget
-from chv.agent.resources.room import commitment, fitting, measured
+from chv.agent.resources.places import measured
+from chv.agent.resources.room import commitment, fitting
 from chv.agent.tables import Tables
 from chv.common.clock import Clock, timestamp
 from chv.common.config import Config

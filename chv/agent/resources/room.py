@@ -1,39 +1,24 @@
 """What is left of each resource, and what VMs need of it: the numbers for `fit`.
 
-`measured` blocks on file systems; all else is pure, from the tables in memory.
+Pure, from the tables in memory; what file systems have is measured in `places`.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from chv.agent.records import StoredObject
 from chv.agent.resources.commitment import Budget
 from chv.agent.resources.fit import Room, Wish, fit
 from chv.agent.resources.overhead import Shape, qcow2_cache_bytes
+from chv.agent.resources.places import Place
 from chv.agent.resources.ports import used
 from chv.agent.tables import Tables
-from chv.common.config import Config, StorageConfig
-from chv.common.errors import InvalidArgument
-from chv.common.layout import Layout
 from chv.common.quantity import parse_bytes
 from chv.common.wire.agent_inventory import Commitment, FitGroup, FitReply, FitVms
 from chv.common.wire.nwd import BRIDGE_PORTS_MAX
 from chv.common.wire.resources import Volume, VolumeClass
-
-PERCENT = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The file system of a pool. `free_bytes`: above what must stay free."""
-
-    name: str
-    free_bytes: int
 
 
 def commitment(tables: Tables, budget: Budget) -> Commitment:
@@ -51,38 +36,6 @@ def commitment(tables: Tables, budget: Budget) -> Commitment:
         memory_overcommit=capacity.memory_overcommit,
         vcpus_max=capacity.vcpus,
     )
-
-
-def measured(config: Config, layout: Layout, pools: frozenset[str]) -> dict[str, Place]:
-    """Return the places of pools by name, '' for the node's own; those of one disk are one."""
-    known = {"": layout.state, **{n: Path(path) for n, path in config.storage.pools.items()}}
-    for name in pools - known.keys():
-        raise InvalidArgument(
-            f"there is no pool {name!r}",
-            field="disks.pool",
-            hint=f"{_one_of(config.storage.pools)}leave it out",
-        )
-    by_device: dict[int, Place] = {}
-    found: dict[str, Place] = {}
-    for name, path in known.items():
-        there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
-        device = there.stat().st_dev
-        if device not in by_device:
-            by_device[device] = Place(str(path), _free_bytes(there, config.storage))
-        found[name] = by_device[device]
-    return found
-
-
-def _one_of(pools: Mapping[str, str]) -> str:
-    return f"one of {', '.join(pools)}, or " if pools else ""
-
-
-def _free_bytes(path: Path, storage: StorageConfig) -> int:
-    """Return what may be taken before the space counts as critical; stord's own rule."""
-    status = os.statvfs(path)
-    total = (status.f_blocks - status.f_bfree + status.f_bavail) * status.f_frsize
-    share = total * (PERCENT - storage.space_critical_percent) // PERCENT
-    return status.f_bavail * status.f_frsize - max(share, storage.space_critical_bytes)
 
 
 def fitting(
