@@ -20,7 +20,7 @@ from chv.agent.volume.jobs import POLL_S, cancel_job, find_job, progress_of
 from chv.agent.volume.move import Mover
 from chv.agent.volume.requests import Requests
 from chv.agent.volume.source import Unready, resolve
-from chv.agent.volume.view import conditions, is_served, size_refused, volume_status
+from chv.agent.volume.view import conditions, growth, is_served, size_refused, volume_status
 from chv.agent.volume.wish import (
     Source,
     at_the_place_of,
@@ -63,6 +63,7 @@ class VolumeReconciler(SimpleReconciler):
     def __init__(self, context: Context, uid: str) -> None:
         super().__init__(context, uid)
         self._seen: stord.VolumeInfo | None = None  # by the last pass
+        self._grows = ("", 0)  # operation and generation that make it larger
         self._requests = Requests(context, uid)
         self._mover = Mover(context, uid, self.step)
 
@@ -104,8 +105,14 @@ class VolumeReconciler(SimpleReconciler):
             await self._context.operations.end(
                 self._serving, OperationState.FAILED, problem, error.data()
             )
-        await self.settle("open")
+        await self.settle(self._opened(seen))
         return Waiting(POLL_S) if seen.job else Done()
+
+    def _opened(self, seen: stord.VolumeInfo) -> str:
+        """Say that it is open, and of a growth when the guest sees it."""
+        if seen.pending_size_bytes or self._grows == (self._serving, seen.generation):
+            return f"open, {growth(self._context.ledger.tables, seen)}"
+        return "open"
 
     async def _progress(self, seen: stord.VolumeInfo) -> str:
         return progress_of(await find_job(self._context, seen.job)) if seen.job else ""
@@ -132,6 +139,8 @@ class VolumeReconciler(SimpleReconciler):
             return Waiting(30.0)
         await self._refuse_failed_job()
         backend = _wanted(volume, source, seen)
+        if seen is not None and seen.state == "open" and backend.size_bytes > seen.size_bytes:
+            self._grows = (self._serving, volume.metadata.generation)
         client = stord.VmmClient.NONE
         if seen is not None and seen.attached_to:
             client = await connected_client(self._context, self._uid)
@@ -277,7 +286,7 @@ class VolumeReconciler(SimpleReconciler):
         progress: str = "",
     ) -> None:
         status = volume_status(self._context.ledger.tables, stored, seen, progress)
-        await self._publish(stored, status, conditions(seen, ready))
+        await self._publish(stored, status, conditions(self._context.ledger.tables, seen, ready))
 
     async def _publish(
         self, stored: StoredObject, status: VolumeStatus, now: list[Condition]

@@ -8,10 +8,12 @@ from chv.agent.conditions import condition
 from chv.agent.naming import named
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
+from chv.agent.vm.clients import CLIENTS
 from chv.agent.volume.wish import NO_LIMITS, shown_limits
 from chv.common.quantity import format_bytes, parse_bytes
 from chv.common.wire import stord
 from chv.common.wire.resources import Condition, Volume, VolumeSnapshotPart, VolumeStatus
+from chv.vmm.driver import HOT_PLUG
 
 APPLIED = {"online": "Online", "detached": "Detached", "on_next_start": "OnNextStart"}
 MIB = 1 << 20
@@ -58,21 +60,36 @@ def phase(stored: StoredObject, seen: stord.VolumeInfo | None) -> str:
     return "Attached" if seen.attached_to or seen.readers else "Ready"
 
 
-def conditions(seen: stord.VolumeInfo | None, ready: Condition) -> list[Condition]:
+def conditions(tables: Tables, seen: stord.VolumeInfo | None, ready: Condition) -> list[Condition]:
     """Return all conditions of a volume."""
     if seen is None:
         return [ready]
-    return [ready, _size_applied(seen), _space_available(seen)]
+    return [ready, _size_applied(tables, seen), _space_available(seen)]
 
 
-def _size_applied(seen: stord.VolumeInfo) -> Condition:
+def growth(tables: Tables, seen: stord.VolumeInfo) -> str:
+    """Say when the guest sees the size that was asked for last, and why not at once."""
+    if not seen.pending_size_bytes:
+        at_once = "its guest sees that at once" if seen.applied == "online" else "nobody had it open"
+        return f"{format_bytes(seen.size_bytes)}: {at_once}"
+    row = tables.workers.get(seen.attached_to)
+    driver = row.driver if row is not None else ""
+    why, sooner = "its VMM could not be told", "chv restart the VM"
+    if driver in CLIENTS:
+        why = "its storage daemon (QEMU before 8) or a disk not connected could not tell the guest"
+    elif driver:
+        why = f"{driver} takes up no new size while it runs"
+    if driver in HOT_PLUG:
+        sooner = "`chv volume grow --now` unplugs the disk and plugs it again"
+    return (
+        f"the guest sees {format_bytes(seen.size_bytes)} until its next start, "
+        f"then {format_bytes(seen.pending_size_bytes)}: {why}; sooner: {sooner}"
+    )
+
+
+def _size_applied(tables: Tables, seen: stord.VolumeInfo) -> Condition:
     if seen.pending_size_bytes:
-        message = (
-            f"the guest sees {format_bytes(seen.size_bytes)} until its next start, "
-            f"then {format_bytes(seen.pending_size_bytes)}; `chv volume grow --now` unplugs the "
-            "disk and plugs it again"
-        )
-        return condition("SizeApplied", False, "OnNextStart", message)
+        return condition("SizeApplied", False, "OnNextStart", growth(tables, seen))
     reason = APPLIED.get(seen.applied, "AsCreated")
     return condition("SizeApplied", True, reason, evidence=f"{seen.size_bytes} bytes")
 

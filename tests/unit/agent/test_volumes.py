@@ -141,14 +141,18 @@ async def test_a_growth_that_the_guest_does_not_see_yet_is_told() -> None:
     async with open_bench() as bench:
         await done(bench, *everything())
         await bench.until("phase=Running")
-        await done(bench, volume(size="128Mi"))
+        (grown,) = (await bench.apply(volume(size="128Mi"))).results
+        said = (await bench.final(grown.operation_id)).message
         status = bench.get("Volume", "data").status
         sizes = (status.size_bytes >> 20, status.pending_size_bytes >> 20, status.size_applied)
         (applied,) = [each for each in status.conditions if each.type == "SizeApplied"]
         if sizes[1]:
             assert sizes == (64, 128, "OnNextStart")
             assert (applied.status.value, applied.reason) == ("False", "OnNextStart")
+            assert "sees 64Mi until its next start, then 128Mi: " in applied.message
+            assert said == f"open, {applied.message}"
         else:
+            assert said == "open, 128Mi: its guest sees that at once"
             assert sizes == (128, 0, "Online")
             assert applied.status.value == "True"
 
