@@ -113,7 +113,7 @@ def check(condition: str) -> None:
         known, asked, what = states, value, "state"
     else:
         known, asked, what = [*TYPES, "state=NAME"], condition, "condition"
-    if asked not in known or condition == "state=NAME":
+    if asked not in known:
         raise InvalidArgument(
             f"{asked!r} is not a {what} of a node",
             field="condition",

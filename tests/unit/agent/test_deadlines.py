@@ -13,6 +13,7 @@ from chv.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    OutcomeUnknown,
     ResourceExhausted,
 )
 from chv.common.wire import agent as api
@@ -20,6 +21,7 @@ from chv.common.wire.agent import ObjectRef
 from chv.common.wire.agent_node import ActOnNode, NodeVerb
 from tests.sim.bench import Bench, everything, open_bench
 from tests.sim.virtual import simulated
+from tests.sim.vmms import SimGuests
 from tests.sim.world import Machine
 from tests.unit.agent.test_vm_life import started
 
@@ -235,3 +237,26 @@ async def test_a_wait_for_what_only_a_person_can_change_fails_at_once() -> None:
             await anyio.sleep(60)
             await bench.until("VMMRunning", status="True", timeout_s=600)
         assert caught.value.hint == "chv node resume"
+
+
+@simulated
+async def test_a_banner_that_nobody_could_ask_for_lately_is_unknown() -> None:
+    async def unasked(*_: object) -> str:
+        raise OutcomeUnknown("nwd is away")
+
+    async with open_bench() as bench:
+        machine = bench.machine
+        await started(bench)
+        await bench.until("SSHReady")
+        with patch.object(SimGuests, "probe_ssh", unasked):
+            await anyio.sleep(110)
+            assert bench.condition("SSHReady") == ("Unknown", "NotHeard")
+            assert bench.condition("GuestBooted")[0] == "True"  # of this boot that stays
+            last = probed(bench, "SSHReady")
+            await anyio.sleep(20)
+            assert probed(bench, "SSHReady") == last
+        await bench.until("SSHReady", timeout_s=60)
+    with patch.object(SimGuests, "probe_ssh", unasked):
+        machine.host.nwd.down_until = machine.host.now() + 100
+        async with open_bench(machine) as bench:  # what an earlier agent has heard is old by now
+            await bench.until("SSHReady", status="Unknown", timeout_s=30)
