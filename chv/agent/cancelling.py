@@ -62,7 +62,7 @@ INSTEAD = {
     "pause": "chv resume {name}",
     "restore": "chv stop {name}",
     "clone": "it has a VMM: chv delete {what}",
-    "rebuild": "wait for it",
+    "rebuild": "chv stop {name} takes it back, while the new disk is being made",
     "reset_node": "wait for it",
     "restart_daemon": "wait for it: the daemon comes back by itself",
     "reap_leak": "what is removed does not come back",

@@ -144,8 +144,11 @@ def test_restart_storm_fails_the_node_until_an_operator_resets_it(node: LiveNode
         assert node.cli("stop", "guest", check=False).returncode == 6
     finally:
         release(lock)
-    node.cli("node", "reset")
+    node.cli("node", "reset", "--reason", "the lock is free")
     node.await_state("TenantReady", timeout_s=30)
+    shown = node.cli("ops", "ls", "--kind", "node", "--verb", "reset_node").stdout
+    assert "the lock is free" in shown and "Succeeded" in shown
+    assert node.cli("node", "reset", check=False).returncode == 6
     assert node.workers("vmm") == vmms
 
 
