@@ -113,7 +113,10 @@ def _has_failed(stored: StoredObject) -> bool:
 
 def _is_busy(stored: StoredObject) -> bool:
     facts = stored.volume_facts
-    return facts is not None and (facts.request is not None or facts.move is not None)
+    if facts is None:
+        return False
+    moves = facts.move is not None and not facts.move.failed  # that one stays recorded
+    return facts.request is not None or moves
 
 
 def _said(stored: StoredObject) -> str:
