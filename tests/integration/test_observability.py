@@ -71,3 +71,52 @@ def test_daemons_log_the_operation_of_a_mutating_call(node: LiveNode, daemon: st
     assert calls
     assert {each["operation_id"] for each in calls} <= known
     assert all(each["outcome"] for each in calls)
+
+
+def test_a_hung_daemon_and_what_it_does_to_the_node_are_events(node: LiveNode) -> None:
+    """After the test above, in which nwd was stopped."""
+    told = [json.loads(line) for line in node.cli("events", "--json").stdout.splitlines()]
+    of_nwd = [each["reason"] for each in told if (each["kind"], each["name"]) == ("Daemon", "nwd")]
+    assert of_nwd[:3] == ["DaemonUp", "DaemonHung", "DaemonUp"]
+    states = [each["data"]["to"] for each in told if each["reason"] == "NodeState"]
+    assert "Degraded" in states
+    assert states[-1] == "TenantReady"
+    assert [each["seq"] for each in told] == list(range(1, len(told) + 1))
+    warnings = node.cli("events", "node", "--type", "Warning").stdout
+    assert "NetworkReady lost" in warnings
+    assert "OperationSucceeded  create: running" in node.cli("describe", "vm", "guest").stdout
+
+
+def test_lines_of_one_operation_come_from_all_three_daemons(node: LiveNode) -> None:
+    operations = json.loads(node.cli("ops", "ls", "--kind", "vm", "-o", "json").stdout)
+    created = next(each["id"] for each in operations if each["verb"] == "create")
+    shown = json.loads(node.cli("ops", "show", created, "--logs", "-o", "json").stdout)
+    assert {each["daemon"] for each in shown["logs"]} == {"agent", "stord", "nwd"}
+    assert {each["operation_id"] for each in shown["logs"]} == {created}
+    times = [each["time"] for each in shown["logs"]]
+    assert times == sorted(times)
+    for name in ("agent", "stord", "nwd"):
+        lines = node.cli("logs", f"daemon/{name}", "--operation", created).stdout.splitlines()
+        assert lines
+        for line in map(json.loads, lines):
+            assert line["daemon"] == name
+            assert {"time", "level", "pid", "event"} <= line.keys()
+
+
+def test_metrics_go_over_tcp_where_that_is_configured(node: LiveNode) -> None:
+    path = node.dev.config_path
+    text = path.read_text()
+    assert '[metrics]\nlisten = ""' in text
+    node.down()
+    path.write_text(text.replace('[metrics]\nlisten = ""', '[metrics]\nlisten = "0.0.0.0:9177"'))
+    refused = node.cli("up", "--dir", str(node.directory), check=False)
+    assert refused.returncode == 2
+    assert "is not a loopback address" in refused.stderr
+    path.write_text(text.replace('[metrics]\nlisten = ""', '[metrics]\nlisten = "127.0.0.1:9177"'))
+    node.up()
+    inside = ["nsenter", "-t", str(node.daemon_pid("agent")), "-n"]
+    done = subprocess.run(
+        [*inside, "curl", "-sSf", "--max-time", "5", "http://127.0.0.1:9177/metrics"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert 'chv_node_state{state="TenantReady"}' in done.stdout
