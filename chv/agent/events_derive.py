@@ -56,13 +56,17 @@ def with_events(tables: Tables, changes: tuple[Change, ...], at: str) -> tuple[C
         return changes
     first = tables.event_seq + 1
     numbered = tuple(
-        msgspec.structs.replace(event, seq=first + index, at=at) for index, event in enumerate(told)
+        msgspec.structs.replace(event, seq=first + index, at=event.at or at)
+        for index, event in enumerate(told)
     )
     return (*changes, PutEvents(events=numbered))
 
 
 def derived(tables: Tables, changes: tuple[Change, ...]) -> Iterator[Event]:
-    """Yield the events of a transaction, without numbers and times, in the order of its changes."""
+    """Yield the events of a transaction in the order of its changes, without numbers.
+
+    A time has only what was seen before.
+    """
     view = _View(tables)
     authors = _authors(changes)
     for change in changes:
@@ -165,6 +169,8 @@ class _View:
         before = self.sightings.get(now.key) or self.tables.sightings.get(now.key)
         self.sightings[now.key] = now
         if (before.state if before is not None else "") != now.state:
-            head = Event(kind=now.kind, namespace=now.namespace, name=now.name, uid=now.uid)
+            head = Event(
+                at=now.at, kind=now.kind, namespace=now.namespace, name=now.name, uid=now.uid
+            )
             data = {"from": before.state if before is not None else "", "to": now.state}
             yield head, Told(now.reason, now.message, now.type, data)

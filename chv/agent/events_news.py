@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 import anyio
+import msgspec
 
 from chv.agent.events_record import PutSighting, Sighting
 from chv.agent.leaks import LeakBook
@@ -47,7 +48,7 @@ class News:
             if len(self._waiting) >= NEWS_MAX:
                 lost = self._waiting.popleft()
                 log.warning("events.news_dropped", kind=lost.kind, name=lost.name, state=lost.state)
-            self._waiting.append(sighting)
+            self._waiting.append(msgspec.structs.replace(sighting, at=self._ledger.now()))
         self._come.set()
 
     async def run(self) -> None:

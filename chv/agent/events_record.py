@@ -35,6 +35,7 @@ class Sighting(msgspec.Struct, metaclass=FrozenMeta):
     topic: str = ""
     message: str = ""
     type: EventType = EventType.NORMAL
+    at: str = ""  # when it was seen; empty: when it is stored
 
     @property
     def key(self) -> str:

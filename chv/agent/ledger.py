@@ -48,7 +48,7 @@ class Ledger:
 
     def __init__(self, store: AgentStore, now: Callable[[], str]) -> None:
         self.store = store
-        self._now = now
+        self.now = now
         self.tables = Tables()
         self.objects = Watch()
         self.operations = Watch()
@@ -86,10 +86,10 @@ class Ledger:
         if self._commits % PRUNE_EVERY == 0:
             changes = (*changes, Prune(operations_max=OPERATIONS_MAX, requests_max=REQUESTS_MAX))
         changes = self.derive(self.tables, changes)
-        changes = with_events(self.tables, changes, self._now())
+        changes = with_events(self.tables, changes, self.now())
         self._doubtful = True
         with anyio.CancelScope(shield=True):
-            await self.store.commit(with_history(self.tables, changes, self._now()))
+            await self.store.commit(with_history(self.tables, changes, self.now()))
         self.tables.apply(changes)
         self._doubtful = False
         self.on_commit(self.tables, changes)
