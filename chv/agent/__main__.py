@@ -94,7 +94,12 @@ class Agent:
             config_path,
             layout,
             self.clock,
-            DaemonEvents(self._daemon_ready, self._daemon_lost, self._daemon_failed),
+            DaemonEvents(
+                ready=self._daemon_ready,
+                lost=self._daemon_lost,
+                failed=self._daemon_failed,
+                answered=lambda name: self.node.confirm(_predicate(name)),
+            ),
         )
         self.provider = choose_provider(layout)
         self.console = ConsoleKeeper(layout, self.provider, self.ids)

@@ -71,6 +71,7 @@ class DaemonEvents:
     ready: Callable[[str], None]
     lost: Callable[[str, str], None]
     failed: Callable[[str, str], None]
+    answered: Callable[[str], None] = lambda name: None  # a question about its health
 
 
 @dataclass
@@ -276,6 +277,7 @@ class Daemons:
                 if misses >= HEALTH_MISSES_MAX:
                     raise Unavailable(f"{daemon.name} hangs: {misses} health checks") from error
                 continue
+            self._events.answered(daemon.name)
             if misses:
                 misses = 0
                 daemon.link.attach(client)

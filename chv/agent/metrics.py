@@ -103,6 +103,7 @@ class Metrics:
         phases: Counter[str] = Counter()
         conditions = Family("chv_vm_condition", "gauge", "1: True, 0: False; absent: Unknown.")
         restarts = Family("chv_vm_restarts_total", "counter", "Restarts after an end of its own.")
+        reboots = Family("chv_vm_guest_reboots_total", "counter", "By the guest, in this VMM.")
         memory = Family("kubevirt_vmi_memory_domain_bytes", "gauge", "Memory given to the VM.")
         for vm in self._all():
             labels = _names(vm)
@@ -112,12 +113,13 @@ class Metrics:
             restarts.add(vm.status.restarts, **labels)
             if vm.metadata.uid in self.engine.tables().workers:
                 memory.add(parse_bytes(vm.spec.memory), **labels)
+                reboots.add(vm.status.vmm.guest_reboots, **labels)
             for condition in vm.status.conditions:
                 conditions.add(_truth(condition.status), **labels, type=condition.type)
         counted = Family("kubevirt_vmi_phase_count", "gauge", "VMs by phase (CHV's phases).")
         for phase in PHASES["VirtualMachine"]:
             counted.add(phases[phase], node=self.config.node.name, phase=phase)
-        return [counted, conditions, restarts, memory]
+        return [counted, conditions, restarts, reboots, memory]
 
     def _processes(self) -> list[Family]:
         prefix = "kubevirt_vmi_cpu"

@@ -141,6 +141,7 @@ class _Fact:
     reason: str = "NotYetObserved"
     message: str = ""
     since: str = ""
+    seen_at: str = ""
 
 
 @dataclass
@@ -212,6 +213,7 @@ class Node:
         if changed or not fact.since:
             fact.since = timestamp(self.clock.now())
         fact.holds, fact.reason, fact.message = holds, reason, message
+        fact.seen_at = timestamp(self.clock.now())
         if not changed:
             if predicate is Predicate.HOST and not holds and self.state is _S.BOOTSTRAPPING:
                 self._step(NodeEvent.CHECKS_FAILED, f"{reason}: {message}")
@@ -225,6 +227,10 @@ class Node:
             self._step(NodeEvent.PREDICATE_BACK, f"{predicate} back: {reason}")
         self._climb()
         self._obey()
+
+    def confirm(self, predicate: Predicate) -> None:
+        """Note that a predicate was just seen to be as it is recorded."""
+        self._facts[predicate].seen_at = timestamp(self.clock.now())
 
     def _obey(self) -> None:
         """Go where the operator wants the node, as far as the table leads there from here."""
@@ -276,6 +282,7 @@ class Node:
                 reason=fact.reason,
                 message=fact.message,
                 since=fact.since,
+                seen_at=fact.seen_at,
             )
             for predicate, fact in self._facts.items()
         ]

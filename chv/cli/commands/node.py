@@ -54,9 +54,16 @@ def status(arguments: argparse.Namespace) -> int:
     )
     print()
     output.table(
-        ["CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE"],
+        ["CONDITION", "STATUS", "REASON", "SINCE", "SEEN", "MESSAGE"],
         [
-            [entry.type, entry.status, entry.reason, output.age(entry.since), entry.message]
+            [
+                entry.type,
+                entry.status,
+                entry.reason,
+                output.age(entry.since),
+                output.age(entry.seen_at),
+                entry.message,
+            ]
             for entry in node.conditions
         ],
     )

@@ -389,13 +389,14 @@ class VmmProbe(Reply, frozen=True, kw_only=True):
 
 
 class NodeCondition(Reply, frozen=True, kw_only=True):
-    """A predicate of the node."""
+    """A predicate of the node. `since` it is so, `seen_at` that was looked at last."""
 
     type: str
     status: str
     reason: str
     message: str = ""
     since: str = ""
+    seen_at: str = ""
 
 
 class NodeStatusReply(Reply, frozen=True, kw_only=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from unittest.mock import patch
+
 import anyio
 import pytest
 
@@ -100,3 +103,15 @@ def test_nobody_waits_for_what_a_node_never_shows(condition: str, hint: str) -> 
     with pytest.raises(InvalidArgument) as caught:
         check(condition)
     assert hint in caught.value.hint
+
+
+def test_a_condition_of_the_node_says_when_it_was_seen_last() -> None:
+    node = ready()
+    first = {each.type: each.seen_at for each in node.conditions()}
+    assert all(first.values())
+    with patch.object(SystemClock, "now", return_value=datetime(2100, 1, 1, tzinfo=UTC)):
+        node.confirm(Predicate.STORD)
+    shown = {each.type: each for each in node.conditions()}
+    assert shown["StorageReady"].seen_at.startswith("2100-01-01")
+    assert shown["StorageReady"].since < "2100"
+    assert shown["NetworkReady"].seen_at == first["NetworkReady"]
