@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.mutants import MUTANTS
+from tests.sim.mutants_events import EVENT_MUTANTS
 from tests.sim.mutants_node import NODE_MUTANTS, one_commit_is_lost
 from tests.sim.schedule import SMALL_FROM, run
 from tests.sim.verdict import fail_where_broken
@@ -48,7 +49,9 @@ def test_schedules_with_kills_and_faults_keep_every_invariant(chunk: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS + NODE_MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize(
+    "mutant", MUTANTS + NODE_MUTANTS + EVENT_MUTANTS, ids=lambda mutant: mutant.__name__
+)
 def test_a_planted_bug_is_caught(mutant: Callable[[], AbstractContextManager[None]]) -> None:
     with mutant():
         caught = any(run(SMALL_FROM + number).problems for number in range(MUTANT_SEEDS_MAX))
