@@ -15,7 +15,15 @@ from chv.agent.rebuild_record import Rebuild
 from chv.agent.records import PutFacts, StoredObject
 from chv.agent.tables import Tables
 from chv.agent.vm.desired import facts_of, vm_of
-from chv.agent.vm.rebuild_rules import FORMER, NEW, boot_image, owned_by, root_of, users
+from chv.agent.vm.rebuild_rules import (
+    FORMER,
+    NEW,
+    boot_image,
+    is_busy,
+    owned_by,
+    root_of,
+    users,
+)
 from chv.common.errors import Conflict, FailedPrecondition, InUse, NotFound, Unsupported
 from chv.common.names import check_name
 from chv.common.wire.agent import Operation
@@ -57,7 +65,9 @@ class Rebuilding:
             vm = queries.require(context, "VirtualMachine", request.namespace, request.name)
             joined = _under_way(tables, vm, request)
             if joined is not None:
-                return _reply(vm, joined, joined=True)
+                reply = _reply(vm, joined, joined=True)
+                await idempotency.remember(ledger, request.idempotency_key, digest, reply)
+                return reply
             old = _root(tables, vm)
             volume = _new_root(tables, vm, old, request)
             parsed = parse(msgspec.json.encode(volume))
@@ -142,10 +152,7 @@ def _root(tables: Tables, vm: StoredObject) -> StoredObject:
         )
     if others := users(tables, old, vm):
         raise InUse(f"it is used by {others}", resource=old.title, hint=f"delete {others} first")
-    facts = old.volume_facts
-    if old.deleting or (
-        facts is not None and (facts.request is not None or facts.move is not None)
-    ):
+    if old.deleting or is_busy(old):
         what = "being deleted" if old.deleting else "busy with another operation"
         raise Conflict(f"it is {what}", resource=old.title, hint="wait for it")
     return old

@@ -38,7 +38,7 @@ def standing(tables: Tables, stored: StoredObject) -> Standing | None:
     why = _obstacle(tables, stored, wish)
     if why:
         return Standing(RebuildStage.OFF, why)
-    busy = bool(facts.saving) or facts.restore is not None or _is_busy(tables.objects[wish.old_uid])
+    busy = bool(facts.saving) or facts.restore is not None or is_busy(tables.objects[wish.old_uid])
     ready = _is_ready(tables.objects[wish.new_uid])
     return Standing(RebuildStage.DUE if ready and not busy else RebuildStage.MAKING)
 
@@ -46,6 +46,9 @@ def standing(tables: Tables, stored: StoredObject) -> Standing | None:
 def progress(tables: Tables, stored: StoredObject) -> str:
     """Say what a rebuild waits for while the new disk is being made."""
     wish = stored.facts.rebuild if stored.facts is not None else None
+    old = tables.objects.get(wish.old_uid) if wish is not None else None
+    if old is not None and is_busy(old):
+        return f"{old.title} is busy with another operation"
     operation = tables.active_operation(wish.new_uid) if wish is not None else None
     said = operation.message if operation is not None else ""
     return f"the new root disk {said}" if said else "the new root disk is being made"
@@ -111,7 +114,8 @@ def _has_failed(stored: StoredObject) -> bool:
     return status is not None and status.phase == "Failed"
 
 
-def _is_busy(stored: StoredObject) -> bool:
+def is_busy(stored: StoredObject) -> bool:
+    """Tell whether a verb or a move is under way on a volume."""
     facts = stored.volume_facts
     if facts is None:
         return False

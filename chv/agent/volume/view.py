@@ -70,7 +70,9 @@ def conditions(tables: Tables, seen: stord.VolumeInfo | None, ready: Condition) 
 def growth(tables: Tables, seen: stord.VolumeInfo) -> str:
     """Say when the guest sees the size that was asked for last, and why not at once."""
     if not seen.pending_size_bytes:
-        at_once = "its guest sees that at once" if seen.applied == "online" else "nobody had it open"
+        at_once = (
+            "its guest sees that at once" if seen.applied == "online" else "nobody had it open"
+        )
         return f"{format_bytes(seen.size_bytes)}: {at_once}"
     row = tables.workers.get(seen.attached_to)
     driver = row.driver if row is not None else ""
