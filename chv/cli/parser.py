@@ -109,6 +109,11 @@ def _objects(commands: Sub[argparse.ArgumentParser]) -> None:
         help="delete what these manifests name, in reverse order; may be repeated",
     )
     delete.add_argument("--ignore-not-found", action="store_true")
+    delete.add_argument(
+        "--force",
+        action="store_true",
+        help="also while the node does not see its control plane; wants --reason",
+    )
     _namespace(delete)
     _reason(delete)
     _waiting(delete)

@@ -140,6 +140,8 @@ class UpstreamDesk:
                 await self._upstream.follow(session)
             except ChvError as error:
                 why = str(error)
+            except Exception as error:  # noqa: BLE001  firewall: a bug of a port ends no agent
+                why = self._bug(error)
             if session.number:
                 delay_s = RETRY_S
             self.link.closed(why)
@@ -148,6 +150,11 @@ class UpstreamDesk:
                 delay_s * self._context.world.ids.jitter(0.8, 1.2)
             )
             delay_s = min(delay_s * 2, RETRY_S_MAX)
+
+    def _bug(self, error: Exception) -> str:
+        log.exception("upstream.bug", error)
+        self._context.bugs.append(f"upstream: {error!r}")
+        return f"a bug of the port: {error!r}"
 
     def opened(self) -> int:
         """Begin a session."""
@@ -253,10 +260,15 @@ class UpstreamDesk:
         delay_s = RETRY_S
         while True:
             self._due = anyio.Event()
+            idle: bool | None
             try:
                 idle = await self._send()
             except ChvError as error:
-                log.info("upstream.not_reported", error=str(error))
+                idle, why = None, str(error)
+            except Exception as error:  # noqa: BLE001  as above
+                idle, why = None, self._bug(error)
+            if idle is None:
+                log.info("upstream.not_reported", error=why)
                 await self._context.world.clock.sleep(delay_s)
                 delay_s = min(delay_s * 2, RETRY_S_MAX)
                 continue

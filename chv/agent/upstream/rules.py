@@ -14,7 +14,7 @@ import msgspec
 from chv.agent.records import StoredObject
 from chv.agent.tables import Tables
 from chv.agent.upstream.port import Upstream
-from chv.common.errors import InvalidArgument
+from chv.common.errors import InvalidArgument, Unsupported
 from chv.common.wire.agent import DeleteObject
 from chv.common.wire.resources import Resource, RunStrategy
 
@@ -51,7 +51,7 @@ def check_force(upstream: Upstream, request: DeleteObject) -> None:
     if not request.force:
         return
     if upstream.embedded:
-        raise InvalidArgument(
+        raise Unsupported(
             "the node is its own control plane: no deletion has to be forced", field="force"
         )
     if not request.reason:

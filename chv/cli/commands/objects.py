@@ -124,6 +124,7 @@ def _delete(
         namespace=namespace,
         requester=connect.requester(),
         reason=arguments.reason,
+        force=arguments.force,
     )
     try:
         operation = client.call(agent.DELETE, request).operation

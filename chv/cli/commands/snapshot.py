@@ -59,6 +59,7 @@ def ls(arguments: argparse.Namespace) -> int:
 def rm(arguments: argparse.Namespace) -> int:
     """Delete a snapshot; its layers are merged, which may take a while."""
     arguments.kind, arguments.file, arguments.ignore_not_found = "snapshot", None, False
+    arguments.force = False
     return objects.delete(arguments)
 
 

@@ -11,8 +11,10 @@ import anyio
 import msgspec
 import pytest
 
+from chv.agent.engine import Engine
 from chv.agent.ports import Limits
-from chv.common.errors import FailedPrecondition, InvalidArgument
+from chv.agent.upstream.port import Session
+from chv.common.errors import FailedPrecondition, InvalidArgument, Unsupported
 from chv.common.ids import Ids
 from chv.common.wire import agent as api
 from chv.common.wire.upstream import ReportKind
@@ -234,7 +236,7 @@ async def test_own_api_as_control_plane_has_no_reports_and_nothing_to_force() ->
         asked = api.DeleteObject(
             kind="VirtualMachine", name="web", requester="ann", force=True, reason="x"
         )
-        with pytest.raises(InvalidArgument, match="its own control plane"):
+        with pytest.raises(Unsupported, match="its own control plane"):
             await bench.engine.delete(asked)
 
 
@@ -264,3 +266,31 @@ async def test_hour_of_reports_waits_coalesced_and_goes_in_order() -> None:
         assert [each for each in told if each in done] == done
         assert len(told) == len(set(told)) and not known & set(told)
         assert not plane.problems
+
+
+class Buggy(PlaneUpstream):
+    """A port that raises what no port may."""
+
+    failures = 2
+
+    async def follow(self, session: Session) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ValueError("a bug")
+        await super().follow(session)
+
+
+@simulated
+async def test_bug_of_a_port_is_told_and_ends_no_agent() -> None:
+    plane = Plane()
+    plane.wanted_as(IMAGE, image(), 1)
+    machine = machine_of(plane)
+    machine.upstream = lambda chaos: Buggy(plane)
+    engine = Engine(machine.agent_store(), machine.world())
+    await engine.load()
+    await engine.recover()
+    async with anyio.create_task_group() as group:
+        await group.start(engine.run)
+        await until(lambda: IMAGE in machine.store.tables.assignments)
+        group.cancel_scope.cancel()
+    assert engine.bugs() == ("upstream: ValueError('a bug')",) * 2
