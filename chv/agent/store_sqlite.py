@@ -14,17 +14,14 @@ from typing import TypeVar, assert_never
 
 import msgspec
 
-from chv.agent import events_sql, generation_sql
+from chv.agent import events_sql, generation_sql, object_sql
 from chv.agent.events_record import EventPage, PutEvents, PutSighting
 from chv.agent.generations import Generation, GenerationRow, PutGeneration
 from chv.agent.node_record import NodeRecord, PutNode
 from chv.agent.operation_filter import EVERY, OperationFilter
 from chv.agent.records import (
-    FACTS_TYPES,
     FINAL_STATES,
-    STATUS_TYPES,
     Change,
-    Facts,
     Prune,
     PutFacts,
     PutObject,
@@ -37,24 +34,16 @@ from chv.agent.records import (
     RemoveWorker,
     RequestRow,
     Snapshot,
-    StoredObject,
-    Tombstone,
-    VmFacts,
     WorkerRow,
-    all_facts,
-    revision_of,
-    with_facts,
-    with_status,
 )
 from chv.agent.tables import TOMBSTONES_MAX
 from chv.agent.upstream import sql as upstream_sql
 from chv.agent.upstream.records import DropReports, PutAssignment, PutReport
-from chv.common.errors import AlreadyExists, Conflict, NotFound, StaleGeneration
+from chv.common.errors import Conflict, NotFound
 from chv.common.files import free_bytes
-from chv.common.store import Connection, Row, Store
+from chv.common.store import Connection, Store
 from chv.common.wire.agent import Operation, OperationStep
 from chv.common.wire.agent_events import WatchEvents
-from chv.common.wire.resources import KINDS
 
 T = TypeVar("T")
 
@@ -200,7 +189,7 @@ def _load(db: Connection) -> Snapshot:
     outbox, outbox_seq = upstream_sql.outbox(db)
     return Snapshot(
         revision=revision,
-        objects=tuple(map(_object, db.execute("SELECT * FROM objects ORDER BY rowid"))),
+        objects=tuple(map(object_sql.one, db.execute("SELECT * FROM objects ORDER BY rowid"))),
         workers=tuple(
             _decode(row["body"], WorkerRow) for row in db.execute("SELECT body FROM workers")
         ),
@@ -219,16 +208,6 @@ def _node(db: Connection) -> NodeRecord:
     return NodeRecord() if row is None else _decode(row["body"], NodeRecord)
 
 
-def _object(row: Row) -> StoredObject:
-    resource = _decode(row["resource"], KINDS[row["kind"]])
-    if row["status"] is not None:
-        resource = with_status(resource, _decode(row["status"], STATUS_TYPES[row["kind"]]))
-    stored = StoredObject(resource=resource)
-    if row["facts"] is None:
-        return stored
-    return with_facts(stored, _decode(row["facts"], FACTS_TYPES[row["kind"]]))
-
-
 def _operation(db: Connection, operation_id: str) -> Operation | None:
     row = db.execute("SELECT body FROM operations WHERE id = ?", (operation_id,)).fetchone()
     if row is None:
@@ -241,13 +220,13 @@ def _operation(db: Connection, operation_id: str) -> Operation | None:
 def _apply(db: Connection, change: Change) -> None:
     match change:
         case PutObject(object=stored):
-            _put_object(db, stored)
+            object_sql.put(db, stored)
         case PutStatus(uid=uid, status=status):
             db.execute("UPDATE objects SET status = ? WHERE uid = ?", (_encode(status), uid))
         case PutFacts(uid=uid, facts=facts):
-            _put_facts(db, uid, facts)
+            object_sql.put_facts(db, uid, facts)
         case RemoveObject(tombstone=tombstone):
-            _remove_object(db, tombstone)
+            object_sql.remove(db, tombstone)
         case PutWorker(row=row):
             _put_worker(db, row)
         case RemoveWorker(vm_uid=vm_uid):
@@ -279,80 +258,6 @@ def _apply(db: Connection, change: Change) -> None:
             _prune(db, change)
         case _:
             assert_never(change)
-
-
-def _put_object(db: Connection, stored: StoredObject) -> None:
-    metadata = stored.resource.metadata
-    named = db.execute(
-        "SELECT uid FROM objects WHERE kind = ? AND namespace = ? AND name = ?", stored.key
-    ).fetchone()
-    if named is not None and named["uid"] != stored.uid:
-        raise AlreadyExists(f"the name is taken by {named['uid']}", resource=stored.title)
-    known = db.execute("SELECT generation FROM objects WHERE uid = ?", (stored.uid,)).fetchone()
-    gone = db.execute("SELECT 1 FROM tombstones WHERE uid = ?", (stored.uid,)).fetchone()
-    if gone is not None or (known is not None and metadata.generation < known["generation"]):
-        raise StaleGeneration(f"generation {metadata.generation} is not new", resource=stored.title)
-    slot = None if stored.facts is None else stored.facts.slot
-    taken = db.execute("SELECT uid FROM objects WHERE slot = ? AND uid <> ?", (slot, stored.uid))
-    if taken.fetchone() is not None:
-        raise Conflict(f"slot {slot} belongs to another VM", resource=stored.title)
-    status, facts = stored.resource.status, all_facts(stored)
-    values = {
-        "uid": stored.uid,
-        "kind": stored.key[0],
-        "namespace": metadata.namespace,
-        "name": metadata.name,
-        "generation": metadata.generation,
-        "revision": revision_of(stored),
-        "resource": _encode(msgspec.structs.replace(stored.resource, status=None)),
-        "status": None if status is None else _encode(status),
-        "facts": None if facts is None else _encode(facts),
-        "slot": slot,
-        "deleting": int(stored.deleting),
-    }
-    db.execute(_UPSERT_OBJECT, values)
-
-
-_OBJECT_COLUMNS = (
-    "uid",
-    "kind",
-    "namespace",
-    "name",
-    "generation",
-    "revision",
-    "resource",
-    "status",
-    "facts",
-    "slot",
-    "deleting",
-)
-_UPSERT_OBJECT = (
-    f"INSERT INTO objects ({', '.join(_OBJECT_COLUMNS)})"  # noqa: S608 - our own column names
-    f" VALUES ({', '.join(f':{column}' for column in _OBJECT_COLUMNS)})"
-    " ON CONFLICT (uid) DO UPDATE SET "
-    + ", ".join(f"{column} = excluded.{column}" for column in _OBJECT_COLUMNS[3:])
-)
-
-
-def _put_facts(db: Connection, uid: str, facts: Facts) -> None:
-    slot = facts.slot if isinstance(facts, VmFacts) else None
-    values = (_encode(facts), slot, uid)
-    if db.execute("UPDATE objects SET facts = ?, slot = ? WHERE uid = ?", values).rowcount == 0:
-        raise NotFound("no such object", resource=uid)
-
-
-def _remove_object(db: Connection, tombstone: Tombstone) -> None:
-    if db.execute("SELECT 1 FROM workers WHERE vm_uid = ?", (tombstone.uid,)).fetchone():
-        raise Conflict("its VMM is not forgotten yet", resource=tombstone.uid)
-    if db.execute("DELETE FROM objects WHERE uid = ?", (tombstone.uid,)).rowcount == 0:
-        raise NotFound("no such object", resource=tombstone.uid)
-    db.execute(
-        "INSERT INTO tombstones (uid, revision, body) VALUES (?, ?, ?)",
-        (tombstone.uid, tombstone.revision, _encode(tombstone)),
-    )
-    generation_sql.removed(db, tombstone.uid)
-    events_sql.removed(db, tombstone.uid)
-    upstream_sql.removed(db, tombstone.uid)
 
 
 def _put_worker(db: Connection, row: WorkerRow) -> None:
