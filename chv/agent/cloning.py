@@ -48,9 +48,7 @@ class Cloning:
             current = _under_way(tables, request)
             if current is not None:
                 reply = _reply(current)
-                remembered = idempotency.remembered(request.idempotency_key, digest, reply)
-                if remembered:
-                    await ledger.commit_held(*remembered)
+                await idempotency.remember(ledger, request.idempotency_key, digest, reply)
                 return reply
             source = queries.require(context, "VirtualMachine", request.namespace, request.name)
             clone = cloned(tables, source, request)

@@ -85,10 +85,10 @@ class NodeDesk:
     async def _remember(self, request: api.ActOnNode, digest: str, operation_id: str) -> None:
         """Keep what a key was answered; without an operation there is nothing to be found again."""
         operation = await self._context.ledger.operation(operation_id)
-        if operation is not None and request.idempotency_key:
+        if operation is not None:
             reply = OperationReply(operation=operation, joined=True)
-            remembered = idempotency.remembered(request.idempotency_key, digest, reply)
-            await self._context.ledger.commit_held(*remembered)
+            ledger, key = self._context.ledger, request.idempotency_key
+            await idempotency.remember(ledger, key, digest, reply)
 
     async def after_boot(self) -> None:
         """End what was to last until the host boots, where it has booted since."""

@@ -49,3 +49,10 @@ def remembered(key: str, asked: str, reply: msgspec.Struct) -> list[Change]:
         return []
     body = msgspec.json.encode(reply)
     return [PutRequest(request=RequestRow(key=key, digest=asked, reply=body))]
+
+
+async def remember(ledger: Ledger, key: str, asked: str, reply: msgspec.Struct) -> None:
+    """Keep the answer of a request that joined another one; the caller holds `writing`."""
+    changes = remembered(key, asked, reply)
+    if changes:
+        await ledger.commit_held(*changes)

@@ -313,9 +313,7 @@ class Mutations:
     async def _join(self, current: Operation, key: str, digest: str) -> api.OperationReply:
         """Answer with the one under way, also once it has ended; the caller holds `writing`."""
         reply = api.OperationReply(operation=current, joined=True)
-        remembered = idempotency.remembered(key, digest, reply)
-        if remembered:
-            await self._context.ledger.commit_held(*remembered)
+        await idempotency.remember(self._context.ledger, key, digest, reply)
         return reply
 
     async def _replayed(self, known: RequestRow) -> api.OperationReply:
