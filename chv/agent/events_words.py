@@ -54,6 +54,7 @@ ENDED_WELL = frozenset(
         EndKind.GUEST_SHUTDOWN,
     }
 )
+BAD_PHASES = ("Failed", "Degraded", "Unknown")
 OUTCOMES = {
     OperationState.SUCCEEDED: "OperationSucceeded",
     OperationState.FAILED: "OperationFailed",
@@ -148,7 +149,7 @@ def phase_events(before: Status | None, now: Status | None) -> Iterator[Told]:
     old = str(before.phase) if before is not None else "Pending"
     new = str(now.phase)
     if old != new:
-        kind = WARNING if new in ("Failed", "Unknown") else EventType.NORMAL
+        kind = WARNING if new in BAD_PHASES else EventType.NORMAL
         yield Told("Phase", f"{old} -> {new}", kind, {"from": old, "to": new})
 
 
@@ -175,7 +176,8 @@ def _transition(kind: str, old: Condition | None, new: Condition | None) -> Told
     data = {"type": kind, "from": str(was), "to": str(is_), "reason": reason}
     bad = late or (kind == "StorageLost" and is_ is ConditionStatus.TRUE)
     silent = was is ConditionStatus.TRUE and is_ is ConditionStatus.UNKNOWN
-    bad = bad or silent or reason == "Low"
+    short = kind == "SpaceAvailable" and (is_ is ConditionStatus.FALSE or reason == "Low")
+    bad = bad or silent or short
     return Told("Condition", words, WARNING if bad else EventType.NORMAL, data)
 
 

@@ -118,6 +118,30 @@ def test_the_checker_of_the_simulation_notices_what_is_not_told_and_what_is_made
     assert told_wrongly(tables, (ended,))
 
 
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "type_"),
+    [
+        ("SpaceAvailable", ("TRUE", "Enough"), ("TRUE", "Low"), "Warning"),
+        ("SpaceAvailable", ("TRUE", "Low"), ("FALSE", "Critical"), "Warning"),
+        ("SpaceAvailable", ("FALSE", "Critical"), ("TRUE", "Enough"), "Normal"),
+        ("StorageLost", ("FALSE", "NeverLost"), ("TRUE", "BackendLost"), "Warning"),
+        ("VolumesReady", ("TRUE", "Attached"), ("UNKNOWN", "StorageUnavailable"), "Warning"),
+        ("GuestBooted", ("FALSE", "NotRunning"), ("UNKNOWN", "NotProbedYet"), "Normal"),
+        ("VMMRunning", ("FALSE", "Starting"), ("FALSE", "StartingOverdue"), "Warning"),
+        ("VMMRunning", ("TRUE", "Running"), ("FALSE", "Stopped"), "Normal"),
+    ],
+)
+def test_what_nobody_has_asked_for_is_a_warning(
+    kind: str, before: tuple[str, str], after: tuple[str, str], type_: str
+) -> None:
+    statuses = [shown({kind: (ConditionStatus[s], r)}) for s, r in (before, after)]
+    tables = Tables()
+    tables.apply((PutObject(object=stored()), PutStatus(uid=UIDS[0], status=statuses[0])))
+    (event,) = derived(tables, (PutStatus(uid=UIDS[0], status=statuses[1]),))
+    assert (event.reason, event.type) == ("Condition", type_)
+    assert event.data["reason"] == after[1]
+
+
 def test_an_object_comes_is_changed_and_goes() -> None:
     tables = Tables()
     assert told(tables, PutObject(object=stored())) == [("Created", "generation 1")]
