@@ -104,6 +104,16 @@ def test_paused_scheduling_is_a_condition_that_outlives_the_agent(node: LiveNode
     node.cli("apply", "-f", late, "--dry-run")
 
 
+def test_node_is_its_own_control_plane_and_has_nothing_to_force(node: LiveNode) -> None:
+    serve(node)
+    found = next(c for c in node.node_status()["conditions"] if c["type"] == "UpstreamConnected")
+    assert (found["status"], found["reason"]) == ("True", "Embedded")
+    node.cli("wait", "node", "--for", "UpstreamConnected")
+    forced = node.cli("delete", "vm", "one", "--force", "--reason", "test", check=False)
+    assert "UNSUPPORTED" in forced.stderr and "own control plane" in forced.stderr
+    assert node.status("one")["phase"] == "Running"
+
+
 VERBS = {
     "drain": ("node", "drain", "--no-wait"),
     "drained": ("node", "drain", "--no-wait"),
