@@ -75,7 +75,7 @@ VM_CONDITIONS: tuple[ConditionRule, ...] = (
             "NodeNotReady",
             "StartOrder",
             "StopOrder",
-            "MemoryCommitted",
+            "ResourcesCommitted",
         ),
         passing={
             "Starting": Passing(120.0, _RETRIED),

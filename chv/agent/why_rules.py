@@ -27,6 +27,7 @@ _BY_REASON = {
     ("VMMRunning", "GivenUp"): ("chv logs {me}", "chv start {name}"),
     ("VMMRunning", "Failed"): ("chv logs {me}", "chv start {name}"),
     ("VMMRunning", "BackOff"): ("chv logs {me}",),
+    ("VMMRunning", "ResourcesCommitted"): ("chv node inventory", "chv get vm -A"),
     ("VMMRunning", "HeldByNode"): ("chv node status", "chv node resume"),
     ("VMMRunning", "MonitorSilent"): ("chv restart {name} --force",),
     ("VMMRunning", "Stopping"): ("chv stop {name} --force", "chv logs {me}"),

@@ -6,12 +6,14 @@ is believed when the guest says so too.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.overhead import own_bytes
 from chv.probe.device_events import Device, DeviceGone, Disk, Lease
 from chv.probe.events import Beat, Boot, Button, Ready
 from tests.integration.live_node import need, wait_for
@@ -54,6 +56,16 @@ def test_a_probe_boots_with_its_disk_and_gets_the_address_that_the_vm_is_shown_w
     written = [disk for disk in running.events(Disk) if disk.sectors * 512 == 64 << 20]
     assert all(disk.wce for disk in written), "the guest would not flush"
     running.node.cli("wait", "vm/p", "--for", "GuestBooted", "--timeout", "20s")
+
+
+def test_what_is_around_the_guest_is_within_what_is_counted_for_it(running: ProbeNode) -> None:
+    shown = running.node.cli("node", "inventory", "--json").stdout
+    bound = json.loads(shown)["commitment"]["overhead_bytes"]
+    kinds = ("vmm", "qsd", "proxy")
+    pids = [pid for kind in kinds for pid in running.node.workers(kind).values()]
+    taken = sum(own_bytes(pid) for pid in pids)
+    assert len(pids) >= 2
+    assert taken < bound < 10 * taken
 
 
 def test_pause_stands_still_and_resume_goes_on_where_it_stood(running: ProbeNode) -> None:

@@ -180,7 +180,8 @@ class VmReconciler:
             return [WaitStep("VMMRunning", "StartOrder", message, turn.retry_s, turn.position)]
         lacking = self._lacking()
         if lacking:
-            return [WaitStep("VMMRunning", "MemoryCommitted", lacking, MEMORY_RETRY_S)]
+            self._context.start_order.drop(self._uid)  # others are not held up by it
+            return [WaitStep("VMMRunning", "ResourcesCommitted", lacking, MEMORY_RETRY_S)]
         position = self._context.starts.enter(self._uid, first=asked)
         if position > 0:
             message = f"waits for a start slot, position {position}"

@@ -105,7 +105,7 @@ async def test_a_vm_waits_for_the_memory_of_one_that_is_being_stopped() -> None:
         reply = await bench.apply(bare("two", memory="2Gi"))
         await anyio.sleep(2)
         assert bench.process("two") is None
-        assert bench.condition("VMMRunning", "two")[1] == "MemoryCommitted"
+        assert bench.condition("VMMRunning", "two")[1] == "ResourcesCommitted"
         await bench.final(stopping.id)
         operation = await bench.final(reply.results[0].operation_id)
         assert operation.state is api.OperationState.SUCCEEDED

@@ -21,7 +21,7 @@ READS = {
     "ops show", "volume ls", "volume show", "snapshot ls", "key ls", "storage status",
     "storage jobs", "storage metrics", "image ls", "net explain", "net log", "net capture",
     "net stats", "leaks", "daemon list", "node status", "fit", "events", "upstream status",
-    "inventory",
+    "node inventory",
 }  # fmt: skip
 BESIDE = {
     "up": "starts and ends a development node; what it defines says so itself",
