@@ -275,7 +275,8 @@ class Engine:
                 stored = now
                 if request.condition != "deleted" and queries.fulfilled(stored, request):
                     return queries.reply(self._context, stored)
-                queries.refuse_hopeless(stored, request)
+                held = self._ledger.tables.node.holds_vms
+                queries.refuse_hopeless(stored, request, held=held)
                 await changed.wait()
         raise DeadlineExceeded(
             f"{queries.current(stored, request)} after {request.timeout_s:g} s",

@@ -197,8 +197,11 @@ def fulfilled(stored: StoredObject, request: api.WaitCondition) -> bool:
     return holds(status.conditions, kind, request.status)
 
 
-def refuse_hopeless(stored: StoredObject, request: api.WaitCondition) -> None:
-    """Raise FailedPrecondition where the object cannot get there without somebody's help."""
+def refuse_hopeless(stored: StoredObject, request: api.WaitCondition, *, held: bool) -> None:
+    """Raise FailedPrecondition where the object cannot get there without somebody's help.
+
+    `held`: the node lets no VM run by now; a status may still show what is over.
+    """
     if request.condition == "deleted":
         return
     phase = phase_of(stored.resource.status)
@@ -212,21 +215,21 @@ def refuse_hopeless(stored: StoredObject, request: api.WaitCondition) -> None:
         return
     if phase == "Failed":
         raise FailedPrecondition(f"it has failed: {_why(stored)}", resource=stored.title)
-    _refuse_held(stored, request)
+    _refuse_held(stored, request, held=held)
     if phase == "Stopped" and not _runs_by_itself(stored) and _needs_a_vmm(request):
         raise FailedPrecondition(
             "it is stopped", resource=stored.title, hint=f"chv start {stored.key[2]}"
         )
 
 
-def _refuse_held(stored: StoredObject, request: api.WaitCondition) -> None:
+def _refuse_held(stored: StoredObject, request: api.WaitCondition, *, held: bool) -> None:
     """Raise where only an operator changes what is in the way."""
     status = stored.resource.status
     conditions = status.conditions if status is not None else []
     reasons = {each.type: each.reason for each in conditions}
-    if reasons.get("VMMRunning") == "HeldByNode" and _needs_a_vmm(request):
-        held = next(each for each in conditions if each.type == "VMMRunning")
-        raise FailedPrecondition(held.message, resource=stored.title, hint="chv node resume")
+    if held and reasons.get("VMMRunning") == "HeldByNode" and _needs_a_vmm(request):
+        shown = next(each for each in conditions if each.type == "VMMRunning")
+        raise FailedPrecondition(shown.message, resource=stored.title, hint="chv node resume")
     undeclared = reasons.get("SSHReady") == "PortNotDeclared"
     if undeclared and request.condition == "SSHReady" and request.status == "True":
         raise FailedPrecondition(
