@@ -322,3 +322,42 @@ class Unheard:
 
     def contact(self) -> None:
         raise AssertionError("a word came")
+
+
+# --- the store on disk, and a kill between a report and its answer
+
+
+@asynccontextmanager
+async def agent_process(path: Path, *more: str) -> AsyncIterator[anyio.abc.Process]:
+    files = (str(path / "plane.sock"), str(path / "agent.db"))
+    command = [sys.executable, "-m", "tests.doubles.managed_agent", *files, *more]
+    async with await anyio.open_process(command, stdout=None, stderr=None) as process:
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def test_agent_killed_before_the_answer_reports_again_under_the_same_ids(
+    tmp_path: Path,
+) -> None:
+    async with over_a_process(tmp_path) as harness:
+        await harness.want(wanted(IMAGE, image(), 1))
+        created = {"verb": "create", "uid": IMAGE}
+        async with agent_process(tmp_path, "hold") as process:
+            await until(lambda: has(harness, lambda report: _is_of(report, **created)))
+            process.kill()
+            await process.wait()
+        before = [report for report in await harness.told() if _is_of(report, **created)]
+        async with agent_process(tmp_path):
+
+            async def came_again() -> bool:
+                now = [report for report in await harness.told() if _is_of(report, **created)]
+                return len(now) > len(before)
+
+            await until(came_again)
+        told = [report for report in await harness.told() if _is_of(report, **created)]
+        assert {(r.seq, r.operation.id) for r in told if r.operation} == {
+            (before[0].seq, before[0].operation.id if before[0].operation else "")
+        }
