@@ -63,7 +63,12 @@ async def test_the_same_again_changes_nothing() -> None:
         again = await bench.apply(*everything())
         assert {result.action for result in again.results} == {"unchanged"}
         assert [r.generation for r in again.results] == [r.generation for r in first.results]
-        assert not any(result.operation_id for result in again.results)
+        begun = {result.operation_id for result in first.results}
+        assert {result.operation_id for result in again.results} <= begun  # joined, none is new
+        for operation_id in begun:
+            await bench.final(operation_id)
+        later = await bench.apply(*everything())
+        assert not any(result.operation_id for result in later.results)
 
 
 @simulated
