@@ -28,16 +28,18 @@ from chv.common.errors import DataLoss, ResourceExhausted
 from chv.common.files import atomic_write, remove_temporaries
 from chv.common.store import Connection, Store
 from tests.disks import fill, make_ext4, mounted
+from tests.sampling import LONG
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a loop mount"),
     pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="needs mkfs.ext4"),
     pytest.mark.skipif(not Path("/dev/loop-control").exists(), reason="needs loop devices"),
 ]
 
-PICTURES = int(os.environ.get("CHV_POWER_LOSS_PICTURES", "40"))
+PICTURES = int(os.environ.get("CHV_POWER_LOSS_PICTURES", "1000" if LONG else "40"))
 CONTROL_PICTURES = 4
 IMAGE_MIB = 24
 MIGRATIONS = ["CREATE TABLE op (number INTEGER PRIMARY KEY, half TEXT, data BLOB) STRICT"]
