@@ -21,10 +21,12 @@ from chv.agent import events_api
 from chv.agent.events_derive import derived, with_events
 from chv.agent.events_news import News, leak_news
 from chv.agent.events_record import EVENTS_MAX, PutEvents, PutSighting, Sighting
+from chv.agent.events_words import END_REASONS, INTENTS, OUTCOMES
 from chv.agent.leaks import LeakBook, Look
 from chv.agent.ledger import Ledger
 from chv.agent.node_record import Hold, NodeIntent, NodeRecord, PutNode
 from chv.agent.records import (
+    FINAL_STATES,
     AgentStore,
     Ending,
     EndKind,
@@ -191,6 +193,12 @@ def test_what_an_operator_wants_of_the_node_is_told() -> None:
     assert told(Tables(), PutNode(record=drain)) == [("DrainAsked", "by ann: fans")]
     paused = PutNode(record=NodeRecord(paused=hold))
     assert told(Tables(), paused) == [("SchedulingPaused", "by ann: fans")]
+
+
+def test_every_end_outcome_and_wish_has_a_word() -> None:
+    assert set(END_REASONS) == set(EndKind)
+    assert set(OUTCOMES) == FINAL_STATES
+    assert set(INTENTS) == set(NodeIntent)
 
 
 # --- the log
