@@ -25,6 +25,7 @@ from chv.agent.upstream.link import Link
 from chv.agent.upstream.outbox import spec_of
 from chv.agent.upstream.records import Assignment, PutAssignment, PutReport
 from chv.common.errors import (
+    Conflict,
     InvalidArgument,
     OwnershipConflict,
     StaleGeneration,
@@ -184,10 +185,15 @@ def _named_as_wanted(wanted: Wanted) -> Resource:
 
 
 def _refuse_foreign(tables: Tables, resource: Resource) -> None:
-    """Refuse a name that another object has here: it is not taken over."""
+    """Refuse what is the node's own, a name that another object has, and another name for a uid."""
     metadata = resource.metadata
-    there = tables.find(resource.kind, metadata.namespace, metadata.name)
+    key = (resource.kind, metadata.namespace, metadata.name)
+    there, same = tables.find(*key), tables.objects.get(metadata.uid)
     if there is not None and there.uid != metadata.uid:
         raise OwnershipConflict(
             f"the name belongs to {there.uid} on this node", resource=there.title
         )
+    if same is not None and same.uid not in tables.assignments:
+        raise OwnershipConflict("it is the node's own", resource=same.title)
+    if same is not None and same.key != key:
+        raise Conflict(f"{same.uid} has this name for good", resource=same.title)

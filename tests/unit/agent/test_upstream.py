@@ -127,6 +127,29 @@ async def test_what_is_refused_is_told_and_taken_once_it_can_be() -> None:
         assert sum(r.uid == OTHER and r.kind is ReportKind.REFUSED for r in plane.reports) == 1
 
 
+@simulated
+async def test_what_is_the_nodes_own_is_not_taken_over_and_a_uid_keeps_its_name() -> None:
+    async with managed() as (bench, plane):
+        await bench.apply(image("own"))
+        own = bench.get("Image", "own").metadata.uid
+        plane.wanted_as(OTHER, image("own"), 1)  # its name
+        plane.wanted_as(own, image("own"), 9)  # its uid
+        plane.wanted_as(IMAGE, image("renamed"), 2)
+        await until(lambda: len(refusals(plane)) == 3)
+        assert {uid: report.error.code for uid, report in refusals(plane).items()} == {
+            OTHER: "OWNERSHIP_CONFLICT",
+            own: "OWNERSHIP_CONFLICT",
+            IMAGE: "CONFLICT",
+        }
+        plane.wanted_as(own, image("own"), 10, deleting=True)
+        await until(lambda: refusals(plane)[own].generation == 10)
+        assert not bench.get("Image", "own").metadata.deletion_timestamp
+
+
+def refusals(plane: Plane) -> dict[str, Any]:
+    return {report.uid: report for report in plane.reports if report.kind is ReportKind.REFUSED}
+
+
 # --- cut off
 
 
