@@ -46,7 +46,9 @@ from chv.agent.tables import Tables
 from chv.common.wire.agent import Operation
 from chv.common.wire.agent_events import Event
 
+# However its characters are written, a page of events fits into one frame.
 MESSAGE_CHARACTERS_MAX = 512
+DATA_CHARACTERS_MAX = 256
 
 
 def with_events(tables: Tables, changes: tuple[Change, ...], at: str) -> tuple[Change, ...]:
@@ -77,7 +79,7 @@ def derived(tables: Tables, changes: tuple[Change, ...]) -> Iterator[Event]:
                 type=told.type,
                 reason=told.reason,
                 message=told.message[:MESSAGE_CHARACTERS_MAX],
-                data=told.data,
+                data={key: text[:DATA_CHARACTERS_MAX] for key, text in told.data.items()},
                 operation_id=author,
             )
 

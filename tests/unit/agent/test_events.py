@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from chv.agent import events_api
 from chv.agent.events_derive import derived, with_events
 from chv.agent.events_news import News, leak_news
-from chv.agent.events_record import EVENTS_MAX, PutEvents, PutSighting, Sighting
+from chv.agent.events_record import EVENTS_MAX, PAGE, PutEvents, PutSighting, Sighting
 from chv.agent.events_words import END_REASONS, INTENTS, OUTCOMES
 from chv.agent.leaks import LeakBook, Look
 from chv.agent.ledger import Ledger
@@ -44,6 +44,7 @@ from chv.agent.store_sqlite import open_store
 from chv.agent.tables import Tables
 from chv.common.errors import Conflict, FailedPrecondition, ResourceExhausted
 from chv.common.rpc import Server, connect
+from chv.common.rpc.framing import FRAME_BYTES_MAX
 from chv.common.wire.agent import OperationState
 from chv.common.wire.agent_events import EVENT_METHODS, WATCH_EVENTS, Event, EventChunk, WatchEvents
 from chv.common.wire.resources import Condition, ConditionStatus, VirtualMachineStatus, VmPhase
@@ -193,6 +194,16 @@ def test_what_an_operator_wants_of_the_node_is_told() -> None:
     assert told(Tables(), PutNode(record=drain)) == [("DrainAsked", "by ann: fans")]
     paused = PutNode(record=NodeRecord(paused=hold))
     assert told(Tables(), paused) == [("SchedulingPaused", "by ann: fans")]
+
+
+def test_a_page_of_the_longest_events_fits_into_a_frame() -> None:
+    ill = "\x01" * 5000
+    ending = Ending(kind=EndKind.CRASH, reason=ill, rung=ill)
+    tables = Tables()
+    tables.apply((PutObject(object=stored()), PutWorker(row=worker())))
+    (event,) = derived(tables, (RemoveWorker(vm_uid=UIDS[0], ending=ending),))
+    chunk = EventChunk(last_seq=1, log="l" * 16, events=[event] * PAGE)
+    assert len(msgspec.json.encode(chunk)) < FRAME_BYTES_MAX * 0.9
 
 
 def test_every_end_outcome_and_wish_has_a_word() -> None:
