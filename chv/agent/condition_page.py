@@ -39,15 +39,15 @@ An object whose daemon fails shows the code of the error as its reason:
 {fill(", ".join(ERRORS), 100)}.
 What may pass is tried again all the time; what is final ends in phase Failed.
 """
-NODE_STATES = f"""`chv node status` shows since when each of them is so, and when that was seen last.
+NODE_STATES = f"""`chv node status` shows since when each is so, and when that was seen last.
 
 States of the node that are to pass. Bootstrapping ends with the checks of the host: HostReady or
-Failed. HostReady and StorageReady wait for a daemon: one that does not listen {LISTEN_TIMEOUT_S:g} s
-after its start, or is not ready after {READY_TIMEOUT_S:g} s, is started anew, and one that ends too
-often makes the node Failed. NetworkReady ends when all workers are judged. Degraded lasts as long as
-something is missing, and says what; a daemon that leaves {HEALTH_MISSES_MAX} questions
-unanswered, each for {HEALTH_TIMEOUT_S:g} s, is started anew. Draining lasts as long as the deadlines of its VMs; `chv node
-status` names those that are left.
+Failed. HostReady and StorageReady wait for a daemon: one that does not listen
+{LISTEN_TIMEOUT_S:g} s after its start, or is not ready after {READY_TIMEOUT_S:g} s, is started anew;
+one that ends more than 5 times within a minute makes the node Failed. NetworkReady ends when all
+workers are judged. Degraded lasts as long as something is missing, and says what; a daemon that
+leaves {HEALTH_MISSES_MAX} questions unanswered, each for {HEALTH_TIMEOUT_S:g} s, is started anew.
+Draining lasts as long as the deadlines of its VMs; `chv node status` names those that are left.
 """
 
 
