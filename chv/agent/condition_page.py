@@ -44,8 +44,8 @@ NODE_STATES = f"""`chv node status` shows since when each is so, and when that w
 States of the node that are to pass. Bootstrapping ends with the checks of the host: HostReady or
 Failed. HostReady and StorageReady wait for a daemon: one that does not listen
 {LISTEN_TIMEOUT_S:g} s after its start, or is not ready after {READY_TIMEOUT_S:g} s, is started
-anew; one that ends more than 5 times within a minute makes the node Failed. NetworkReady ends when all
-workers are judged. Degraded lasts as long as something is missing, and says what; a daemon that
+anew; one that ends more than 5 times within a minute makes the node Failed. NetworkReady ends when
+all workers are judged. Degraded lasts as long as something is missing, and says what; a daemon that
 leaves {HEALTH_MISSES_MAX} questions unanswered, each for {HEALTH_TIMEOUT_S:g} s, is started anew.
 Draining lasts as long as the deadlines of its VMs; `chv node status` names those that are left.
 """
