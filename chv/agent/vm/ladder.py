@@ -62,9 +62,12 @@ class Ladder:
         """End the VMM; return the rung that did it. `forced` skips the question."""
         term_s = min(TERM_S_MAX, timeout_s / 3)
         deadline = self._clock.monotonic() + timeout_s - spent_s
-        if not forced() and await self._ask(deadline - term_s, forced):
-            return Rung.ACPI
-        if await self._guest_is_off():
+        ask_s = deadline - term_s - self._clock.monotonic()
+        # A monitor that hangs must not take what belongs to TERM.
+        with anyio.move_on_after(ask_s):
+            if ask_s > 0 and not forced() and await self._ask(forced):
+                return Rung.ACPI
+        if await self._is_off_soon(term_s / 3):
             await self._begin(Rung.QUIT)
             if await self._quit(term_s):
                 return Rung.QUIT
@@ -75,21 +78,20 @@ class Ladder:
             return Rung.KILL
         raise DeadlineExceeded(f"process {self._record.pid} is still there after SIGKILL")
 
-    async def _ask(self, deadline: float, forced: Callable[[], bool]) -> bool:
-        """Press the button until the guest is off, the time is up, or nobody wants to wait."""
-        if self._clock.monotonic() >= deadline:
-            return False
+    async def _ask(self, forced: Callable[[], bool]) -> bool:
+        """Press the button until the guest is off, or nobody wants to wait; cut short in time."""
         await self._begin(Rung.ACPI)
         await self._try("resume", self._resume_if_paused)
         pressed_at = float("-inf")
-        while self._clock.monotonic() < deadline and not forced():
+        while not forced():
             if self._clock.monotonic() - pressed_at >= PRESS_EVERY_S:
                 pressed_at = self._clock.monotonic()
                 await self._try("power_button", self._press)
             if await self._gone_within(LOOK_EVERY_S):
                 return True
             if await self._guest_is_off():
-                return await self._quit(TERM_S_MAX)
+                with anyio.CancelScope(shield=True):  # the guest has done what it was asked
+                    return await self._quit(TERM_S_MAX)
         return False
 
     async def _press(self) -> None:
@@ -106,9 +108,15 @@ class Ladder:
         except ChvError:
             return False
 
+    async def _is_off_soon(self, patience_s: float) -> bool:
+        with anyio.move_on_after(patience_s):
+            return await self._guest_is_off()
+        return False
+
     async def _quit(self, patience_s: float) -> bool:
         """Ask the VMM to end whose guest is off."""
-        await self._try("quit", lambda: self._port.quit(self._vm))
+        with anyio.move_on_after(patience_s):
+            await self._try("quit", lambda: self._port.quit(self._vm))
         return await self._gone_within(patience_s)
 
     async def _signal(self, rung: Rung, number: signal.Signals, patience_s: float) -> bool:
