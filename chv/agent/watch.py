@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import anyio
 
 
 class Watch:
-    """Waiters by key. A notification wakes those who wait now; it is not remembered."""
+    """Waiters by key. A notification wakes those who wait now; it is not remembered.
+
+    An event is there as long as somebody holds it: nothing is left of who has ceased to wait.
+    """
 
     def __init__(self) -> None:
-        self._events: dict[str, anyio.Event] = {}
+        self._events: WeakValueDictionary[str, anyio.Event] = WeakValueDictionary()
 
     def event(self, key: str) -> anyio.Event:
         """Return the event that the next notification sets; take it before looking."""

@@ -56,7 +56,7 @@ def short_uid(uid: str) -> str:
     return uid.replace("-", "")[:SHORT_UID_LENGTH]
 
 
-@lru_cache(maxsize=4096)  # NICs are named by it in every pass
+@lru_cache(maxsize=512)  # NICs are named by it in every pass
 def derived_uid(parent_uid: str, name: str) -> str:
     """Return the uid of a part of an object: the same for the same parent and name, for ever."""
     return str(uuid.uuid5(uuid.UUID(parent_uid), name))

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from chv.nwd.kept import Recent
 from chv.nwd.kernel import netlink
 from chv.nwd.kernel.errors import translated
 
@@ -25,7 +26,6 @@ _TUN_OWNER, _TUN_MULTI_QUEUE, _PORT_ISOLATED = 1, 7, 33
 _SKIP_STATISTICS = struct.pack("=I", 8)
 _IFF_UP = 1
 _NO_OWNER = 2**32 - 1
-LINKS_KEPT_MAX = 16384
 _MARK_BYTES = 16
 
 
@@ -126,13 +126,12 @@ def parse(body: bytes) -> Link:
     mark = hashlib.blake2b(body, digest_size=_MARK_BYTES).digest()
     link = _PARSED.get(mark)
     if link is None:
-        if len(_PARSED) >= LINKS_KEPT_MAX:
-            _PARSED.clear()
-        link = _PARSED[mark] = _parse(body)
+        link = _parse(body)
+        _PARSED.put(mark, link)
     return link
 
 
-_PARSED: dict[bytes, Link] = {}
+_PARSED: Recent[bytes, Link] = Recent()
 
 
 def _parse(body: bytes) -> Link:

@@ -202,6 +202,15 @@ async def test_a_watch_wakes_those_who_wait_and_only_them() -> None:
     assert other.is_set()
 
 
+@simulated
+async def test_nothing_is_left_of_who_has_ceased_to_wait() -> None:
+    watch = Watch()
+    for number in range(100):
+        with anyio.move_on_after(0.1):
+            await watch.event(f"object {number}").wait()
+    assert not list(watch._events)
+
+
 def test_those_for_whom_a_person_waits_keep_their_order_before_the_others() -> None:
     queue = StartQueue(1, lambda uid: None)
     assert queue.enter("runs") == 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chv.common.ids import Ids
-from chv.nwd.kept import Followed, Kept
+from chv.nwd.kept import ROUND_S, Followed, Kept, Recent
 from chv.nwd.members import Members
 from chv.nwd.records import Nic
 
@@ -101,6 +102,21 @@ def test_what_is_kept_is_made_anew_when_a_source_changes() -> None:
     assert made == [first, other], "the second time nothing is made"
     assert kept.get("a", (other,), make) == "two"
     assert kept.get("a", (first,), make) == "one"
+
+
+def test_what_nobody_asks_for_is_forgotten_and_what_is_asked_for_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("chv.nwd.kept.time.monotonic", lambda: now_s)
+    recent: Recent[str, int] = Recent()
+    recent.put("stays", 1)
+    for number in range(1000):
+        now_s += ROUND_S / 10
+        recent.put(f"goes {number}", number)
+        assert recent.get("stays") == 1
+    assert len(recent) <= 2 * 11 + 2
+    assert recent.get("goes 0") is None
 
 
 def test_what_is_followed_tells_what_went_and_what_came_in_order() -> None:
