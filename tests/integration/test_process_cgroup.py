@@ -228,8 +228,11 @@ def test_limits_are_written_and_read_back_for_the_controllers_that_there_are(
 ) -> None:
     """A directory of plain files stands for a leaf: they keep what is written, as the kernel's."""
     limits = Limits(memory_max_bytes=(1 << 20) + 7, cpus_max=3, cpu_weight=300, pids_max=99)
+    for name in ("memory.max", "memory.oom.group", "pids.max", "cpu.max"):
+        (tmp_path / name).touch()
     cgroup.limit(tmp_path, limits, frozenset({"memory", "pids"}))
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+        "cpu.max": "",
         "memory.max": str(1 << 20),
         "memory.oom.group": "1",
         "pids.max": "99",
@@ -240,8 +243,9 @@ def test_limits_are_written_and_read_back_for_the_controllers_that_there_are(
 
 
 def test_without_limits_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").touch()
     cgroup.limit(tmp_path, Limits(), frozenset(cgroup.CONTROLLERS))
-    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / "memory.max").read_text() == ""
 
 
 def test_a_memory_controller_that_cannot_be_had_is_not_claimed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ Only what asks for more is refused: VMs that run are never touched where a limit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from chv.agent.ports import VmmSelection
@@ -31,6 +31,7 @@ from chv.common.wire.resources import (
 
 Expect = Callable[[VmmChoice], VmmSelection | None]
 Find = Callable[[str, str, str], StoredObject | None]
+KNOWN_MAX = 20_000
 _bytes = lru_cache(maxsize=1024)(parse_bytes)
 _overhead = lru_cache(maxsize=4096)(overhead_bytes)
 
@@ -60,6 +61,8 @@ class Budget:
 
     capacity: Capacity
     expect: Expect
+    # What was claimed last, by uid, and the very objects that this rests on.
+    _known: dict[str, tuple[tuple[object, ...], Claim]] = field(default_factory=dict, repr=False)
 
     # --- claims
 
@@ -72,8 +75,23 @@ class Budget:
         if not wants_to_run(vm, facts):
             return NOTHING
         find = find or tables.find
-        wish, row = self._of_wish(tables, stored, find), tables.workers.get(stored.uid)
-        return wish if row is None else _larger(wish, _of_row(stored, row, find))
+        row = tables.workers.get(stored.uid)
+        expected = facts.selection or self.expect(vm.spec.vmm)
+        parts = _volumes(vm.metadata.namespace, vm.spec, find)
+        rests_on: tuple[object, ...] = (vm.spec, facts.restore, expected, *parts)
+        if row is not None:
+            parts = _volumes(vm.metadata.namespace, row.spec or vm.spec, find)
+            rests_on = (*rests_on, row.config, row.spec, *parts)
+        known = self._known.get(stored.uid)
+        if known is not None and _same(known[0], rests_on):
+            return known[1]
+        wish = self._of_wish(tables, stored, find)
+        claim = wish if row is None else _larger(wish, _of_row(stored, row, find))
+        if len(self._known) > KNOWN_MAX:
+            self._known.clear()
+        if facts.restore is None:
+            self._known[stored.uid] = (rests_on, claim)
+        return claim
 
     def held(self, tables: Tables, stored: StoredObject) -> Claim:
         """Return what a VM claims whose VMM may live: what it has, and what it is to grow to."""
@@ -196,7 +214,7 @@ def _claim(
     namespace: str, spec: VirtualMachineSpec, selection: VmmSelection | None, find: Find
 ) -> Claim:
     memory_bytes = _bytes(spec.memory, field="spec.memory")
-    volumes = [_volume(find("Volume", namespace, disk.volume)) for disk in spec.disks]
+    volumes = _volumes(namespace, spec, find)
     layered = [each for each in volumes if each is None or each.format is ImageFormat.QCOW2]
     shape = Shape(
         vcpus=max(spec.cpus, spec.max_cpus),
@@ -223,9 +241,15 @@ def claim_of(shape: Shape, guest_bytes: int) -> Claim:
     return Claim(guest_bytes + overhead, overhead, shape.vcpus)
 
 
-def _volume(stored: StoredObject | None) -> VolumeSpec | None:
-    volume = stored.resource if stored is not None else None
-    return volume.spec if isinstance(volume, Volume) else None
+def _volumes(namespace: str, spec: VirtualMachineSpec, find: Find) -> list[VolumeSpec | None]:
+    """Return the volumes of a VM's disks; None for one that is not there."""
+    found = (find("Volume", namespace, disk.volume) for disk in spec.disks)
+    volumes = (stored.resource if stored is not None else None for stored in found)
+    return [each.spec if isinstance(each, Volume) else None for each in volumes]
+
+
+def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _sized(claim: Claim, guest_bytes: int, vcpus: int) -> Claim:

@@ -106,8 +106,8 @@ class InventoryApi:
 
     async def _gather(self) -> wire.InventoryReply:
         parts = self._parts
-        looked: Callable[[], wire.InventoryReply] = self._look
-        seen = await anyio.to_thread.run_sync(looked, abandon_on_cancel=True)
+        promised = commitment(parts.tables(), parts.budget)  # here: tables change on the loop
+        seen = await anyio.to_thread.run_sync(self._look, promised, abandon_on_cancel=True)
         programs = [
             await self._program(name, option) for name, option in (PROGRAMS | OPTIONAL).items()
         ]
@@ -120,7 +120,7 @@ class InventoryApi:
             features=self._features(),
         )
 
-    def _look(self) -> wire.InventoryReply:
+    def _look(self, promised: wire.Commitment) -> wire.InventoryReply:
         """Read all that is a file. Blocks."""
         parts, storage = self._parts, self._parts.config.storage
         mounted = hardware.mounts()
@@ -143,7 +143,7 @@ class InventoryApi:
             disks=hardware.disks(mounted),
             places=[hardware.place(purpose, path, mounted) for purpose, path in places.items()],
             cgroup=cgroups.inventory(parts.provider),
-            commitment=commitment(parts.tables(), parts.budget),
+            commitment=promised,
         )
 
     def _features(self) -> list[Feature]:

@@ -9,10 +9,11 @@ import anyio
 import pytest
 
 from chv.agent.resources.capacity import Capacity
+from chv.agent.resources.commitment import Budget
 from chv.common.errors import ResourceExhausted
 from chv.common.wire import agent as api
 from chv.common.wire.agent_clone import CloneVm
-from tests.sim.bench import Bench, bare, image, open_bench
+from tests.sim.bench import Bench, bare, image, open_bench, volume
 from tests.sim.virtual import simulated
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -30,7 +31,11 @@ async def running(bench: Bench, *objects: dict[str, Any]) -> None:
 
 def committed(bench: Bench) -> int:
     context = bench.engine._context
-    return context.budget.committed(context.ledger.tables).memory_bytes
+    budget, tables = context.budget, context.ledger.tables
+    found = budget.committed(tables)
+    # What it remembers of the VMs is what it would find anew.
+    assert found == Budget(budget.capacity, budget.expect).committed(tables)
+    return found.memory_bytes
 
 
 @simulated
@@ -183,5 +188,15 @@ async def test_what_is_committed_follows_the_vms() -> None:
         await running(bench, bare("one", memory="1Gi"))
         with_one = committed(bench)
         assert GIB < with_one < GIB + 200 * MIB
+        await running(bench, bare("one", memory="2Gi"))  # takes effect at the next start
+        assert committed(bench) == with_one + GIB + 2 * GIB // 500 - GIB // 500
+        await running(bench, bare("one", memory="1Gi"))
+        assert committed(bench) == with_one
+        await running(bench, volume("d", size="8Gi", format="qcow2"))
+        await running(bench, bare("one", memory="1Gi", disks=[{"name": "d", "volume": "d"}]))
+        with_disk = committed(bench)
+        assert with_disk > with_one
+        await running(bench, volume("d", size="64Gi", format="qcow2"))
+        assert committed(bench) == with_disk + 2 * (8 - 1) * MIB
         await bench.final((await bench.act("stop", "one")).id)
         assert committed(bench) == 0

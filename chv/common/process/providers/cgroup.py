@@ -29,6 +29,12 @@ from chv.common.process.spec import Limits, SpawnSpec, check_spawn
 
 CONTROLLERS = ("memory", "cpu", "pids")
 CPU_PERIOD_US = 100_000
+# EBUSY: a container's root has processes of its own; the kernel then gives none. EINVAL: not while
+# real-time processes are below. EOPNOTSUPP: not where threads are spread over cgroups.
+NOT_GIVEN = (
+    *(errno.EBUSY, errno.EINVAL, errno.EOPNOTSUPP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT),
+)
 REMOVE_WAIT_S_MAX = 5.0
 REMOVE_POLL_S = 0.005
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -171,8 +177,8 @@ def _make_leaf(leaf: Path, spec: SpawnSpec) -> None:
 def limit(leaf: Path, limits: Limits, controllers: frozenset[str]) -> None:
     """Set what the controllers can limit and read each back: the kernel may take another value."""
     for file, text in _settings(limits):
-        if file.partition(".")[0] not in controllers:
-            continue
+        if file.partition(".")[0] not in controllers or not (leaf / file).exists():
+            continue  # not switched on, or not built into this kernel
         (leaf / file).write_text(text)
         effective = (leaf / file).read_text().strip()
         if effective != text:
@@ -201,8 +207,7 @@ def _enable(controller: str, hierarchy: Path, base: Path) -> bool:
         try:
             (directory / "cgroup.subtree_control").write_text(f"+{controller}")
         except OSError as error:
-            # EBUSY: a container's root has processes of its own; the kernel then gives none.
-            if error.errno in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+            if error.errno in NOT_GIVEN:
                 return False
             raise
     return controller in (base / "cgroup.subtree_control").read_text().split()
