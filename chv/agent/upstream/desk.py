@@ -81,7 +81,7 @@ class UpstreamDesk:
         self._told: dict[str, tuple[int, str]] = {}  # which refusals were reported
         self._due = anyio.Event()
         self._node: NodeView | None = None
-        self._unlisted = 0
+        self._unlisted, self._unlisted_since = 0, ""
         if not world.upstream.embedded:
             context.ledger.derive = lambda tables, changes: with_reports(
                 tables, changes, context.now()
@@ -125,6 +125,7 @@ class UpstreamDesk:
                     reason="NotListed",
                     message=f"objects that the control plane no longer lists, and that are "
                     f"kept: {self._unlisted}",
+                    since=self._unlisted_since,
                 )
             )
         return found
@@ -175,6 +176,8 @@ class UpstreamDesk:
         for wanted in sorted(objects, key=_rank):
             await self.take(session, wanted)
         missing = not_listed(self._context.ledger.tables, [each.uid for each in objects])
+        if bool(missing) is not bool(self._unlisted):
+            self._unlisted_since = self._context.now()
         self._unlisted = len(missing)
         if missing:
             log.warning("upstream.not_listed", uids=missing[:20], count=len(missing))

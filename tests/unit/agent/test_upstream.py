@@ -112,6 +112,7 @@ async def test_deletion_is_done_and_told_and_an_object_no_longer_listed_is_kept(
         assert IMAGE in bench.machine.store.tables.objects
         (condition,) = [c for c in bench.engine.upstream.conditions() if c.type == "UpstreamAgrees"]
         assert (condition.status, condition.reason) == ("False", "NotListed")
+        assert condition.since
 
 
 @simulated
