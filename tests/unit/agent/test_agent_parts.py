@@ -11,6 +11,7 @@ from chv.agent.conditions import condition, holds, merge
 from chv.agent.listing import Listing
 from chv.agent.records import Ending, EndKind, VmFacts
 from chv.agent.starts import StartQueue
+from chv.agent.vm.crashes import ASKED_FOR
 from chv.agent.vm.exits import Consequence, Follow, consequence, describe, facts_after
 from chv.agent.watch import Watch
 from chv.common.errors import Unavailable
@@ -54,6 +55,46 @@ def test_a_crash_is_restarted_ever_slower_and_then_given_up(kind: EndKind) -> No
         assert max(delays) == 60
         assert consequence(kind, strategy, 21, 20).follow is Follow.GIVE_UP
     assert consequence(kind, RunStrategy.MANUAL, 1, 3).follow is Follow.REST
+
+
+R, A, H, M = (
+    RunStrategy.RERUN_ON_FAILURE,
+    RunStrategy.ALWAYS,
+    RunStrategy.HALTED,
+    RunStrategy.MANUAL,
+)
+AS_CRASHED = {A: Follow.RESTART, R: Follow.RESTART, M: Follow.REST, H: Follow.AS_WANTED}
+TABLE = {
+    **{kind: dict.fromkeys((A, R, M, H), Follow.AS_WANTED) for kind in ASKED_FOR},
+    **dict.fromkeys(CRASHES, AS_CRASHED),
+    EndKind.GUEST_SHUTDOWN: {
+        A: Follow.RESTART,
+        R: Follow.HALT,
+        M: Follow.HALT,
+        H: Follow.AS_WANTED,
+    },
+    EndKind.HOST_REBOOT: AS_CRASHED,
+    EndKind.RESTORE_FAILED: {
+        A: Follow.GIVE_UP,
+        R: Follow.GIVE_UP,
+        M: Follow.GIVE_UP,
+        H: Follow.AS_WANTED,
+    },
+}
+
+
+def test_the_table_of_ends_and_run_strategies_is_complete() -> None:
+    assert set(TABLE) == set(EndKind)
+    seen = {
+        kind: {strategy: consequence(kind, strategy, 1, 3).follow for strategy in RunStrategy}
+        for kind in EndKind
+    }
+    assert seen == TABLE
+
+
+def test_a_boot_of_the_host_is_no_crash_that_counts() -> None:
+    for strategy in (A, R):
+        assert consequence(EndKind.HOST_REBOOT, strategy, 99, 3) == Consequence(Follow.RESTART)
 
 
 def test_facts_after_an_end_hold_no_fulfilled_request() -> None:
