@@ -91,7 +91,7 @@ def _obstacle(tables: Tables, stored: StoredObject, wish: Rebuild) -> str:
         return f"its root volume is used by {others}"
     if new is None or new.deleting:
         return "the new root volume was deleted"
-    if _has_failed(new) or (not _is_ready(new) and tables.active_operation(new.uid) is None):
+    if _has_failed(tables, new):
         return f"the new root volume could not be made: {_said(new)}"
     return ""
 
@@ -109,9 +109,12 @@ def _is_ready(stored: StoredObject) -> bool:
     return any(c.type == "Ready" and c.status is ConditionStatus.TRUE for c in status.conditions)
 
 
-def _has_failed(stored: StoredObject) -> bool:
+def _has_failed(tables: Tables, stored: StoredObject) -> bool:
+    """Tell whether it was not made. One that was made may be out of sight while stord starts."""
     status = volume_of(stored).status
-    return status is not None and status.phase == "Failed"
+    phase = status.phase if status is not None else "Pending"
+    given_up = phase in ("Pending", "Creating") and tables.active_operation(stored.uid) is None
+    return phase == "Failed" or given_up
 
 
 def is_busy(stored: StoredObject) -> bool:

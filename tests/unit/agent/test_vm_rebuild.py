@@ -120,6 +120,20 @@ async def test_a_disk_that_cannot_be_made_leaves_the_vm_as_it_was() -> None:
 
 
 @simulated
+async def test_a_storage_service_that_is_silent_for_a_while_takes_nothing_back() -> None:
+    async with open_bench() as bench:
+        await running(bench)
+        had, stord = volumes(bench), bench.machine.host.stord
+        reply = await rebuild(bench)
+        await bench.until("Ready", "root-rebuild", "Volume")
+        stord.down_until = bench.machine.clock.monotonic() + 20.0
+        bench.engine.notify_daemon_ready("stord")
+        final = await bench.final(reply.operation.id)
+        assert final.state.value == "Succeeded", final.message
+        assert volumes(bench)["root"] != had["root"]
+
+
+@simulated
 async def test_another_verb_before_the_swap_takes_the_rebuild_back() -> None:
     async with open_bench() as bench:
         await running(bench)
