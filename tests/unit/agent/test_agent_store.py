@@ -156,6 +156,16 @@ async def test_a_name_is_taken_only_once(store: AgentStore) -> None:
     await refused(store, AlreadyExists, PutObject(object=stored(1, slot=1)))
 
 
+async def test_two_objects_swap_names_in_one_transaction_or_keep_them(store: AgentStore) -> None:
+    await store.commit((PutObject(object=stored(0, "web")), PutObject(object=stored(1, "new", 1))))
+    root, former = stored(1, "web", 1), stored(0, "former")
+    await refused(store, AlreadyExists, PutObject(object=root), PutObject(object=former))
+    await store.commit((PutObject(object=former), PutObject(object=root)))
+    found = {each.uid: each.key[2] for each in (await store.load()).objects}
+    assert found == {UIDS[0]: "former", UIDS[1]: "web"}
+    await store.commit((PutObject(object=stored(2, "new", 2)),))  # its first name is free
+
+
 async def test_a_slot_belongs_to_one_vm(store: AgentStore) -> None:
     await store.commit((PutObject(object=stored()),))
     await refused(store, Conflict, PutObject(object=stored(1, "other")))
