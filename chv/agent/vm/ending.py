@@ -22,8 +22,8 @@ from chv.agent.records import (
     VmFacts,
     WorkerRow,
 )
-from chv.agent.vm.desired import facts_of, vm_of
 from chv.agent.vm.crashes import ASKED_FOR, crashes_after
+from chv.agent.vm.desired import facts_of, vm_of
 from chv.agent.vm.ephemeral import vanishes, vanishing
 from chv.agent.vm.exits import Consequence, Follow, consequence, facts_after
 from chv.agent.vm.observe import Memory
