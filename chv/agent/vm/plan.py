@@ -32,6 +32,7 @@ from chv.agent.vm.plan_nics import (
     nics_blocked,
     nics_wait,
     replug_nics,
+    settle_nics,
     unwanted_nics,
 )
 from chv.agent.vm.plan_sizes import resize
@@ -117,6 +118,7 @@ def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
             *_withdraw(desired),
             *detach_volumes(observed.attached),
             *unwanted_nics(desired, observed),
+            *settle_nics(desired, observed),
         ]
     if desired.restore and not desired.disks_restored:
         return [*detach_volumes(observed.attached), RestoreDisksStep()]
@@ -126,7 +128,9 @@ def _without_worker(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
         *unwanted_nics(desired, observed),
     ]
     blocked = _blocked(desired, observed)
-    return unwanted + ([blocked] if blocked is not None else _start(desired, observed))
+    if blocked is not None:
+        return [*unwanted, *settle_nics(desired, observed), blocked]
+    return unwanted + _start(desired, observed)
 
 
 def _withdraw(desired: DesiredVm) -> list[Step]:

@@ -36,6 +36,16 @@ def attach_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
     ]
 
 
+def settle_nics(desired: DesiredVm, observed: ObservedVm) -> list[Step]:
+    """Bring the NICs of a VM that does not run, as far as they are there, to what is wanted.
+
+    They keep their addresses while it stands; a group that they no longer name is free to go.
+    """
+    there = {nic_id for nic_id, seen in observed.nics.items() if seen.attached}
+    kept = tuple(nic for nic in desired.nics if nic.nic_id in there)
+    return attach_nics(replace(desired, nics=kept), observed)
+
+
 def change_nics(desired: DesiredVm, observed: ObservedVm, worker: ObservedWorker) -> list[Step]:
     """Bring the NICs that the VM has to what is wanted; others come with `replug_nics`."""
     kept = tuple(nic for nic in desired.nics if nic.nic_id in worker.nics)

@@ -219,6 +219,19 @@ async def test_the_rest_of_an_interface_changes_only_while_it_is_stopped(
 
 
 @simulated
+async def test_a_stopped_vm_lets_go_of_a_group_that_it_no_longer_names() -> None:
+    async with open_bench() as bench:
+        await settled(bench, image(), network(), group("web"), group("db"), member("web", "web"))
+        await bench.final((await bench.act("stop")).id)
+        await settled(bench, member("web", "db"))
+        deleted = await bench.final((await bench.delete("SecurityGroup", "web")).id)
+        assert deleted.state == "Succeeded"
+        (nic,) = bench.machine.host.nwd.nics.values()
+        assert nic.groups == [uid(bench, "SecurityGroup", "db")]
+        assert bench.process() is None
+
+
+@simulated
 async def test_addresses_that_the_network_cannot_give_are_refused() -> None:
     async with open_bench() as bench:
         await settled(bench, image(), network(), network("six", subnet6="fd00:9::/64"))
