@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import stat
@@ -247,6 +246,8 @@ def copy_file(src: Path, dst: Path, *, progress: Progress | None = None) -> str:
 
 def sha256_file(path: Path, progress: Progress | None = None) -> str:
     """Return the SHA-256 digest of a regular file in hexadecimal."""
+    import hashlib  # OpenSSL: several MiB, and most processes never come here
+
     source, size_bytes = _open_regular(path)
     digest, buffer, done_bytes = hashlib.sha256(), bytearray(CHUNK_BYTES // 8), 0
     try:

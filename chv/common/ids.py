@@ -5,9 +5,9 @@ A `Ids` object is passed to whoever needs new identifiers, so that a simulation 
 
 from __future__ import annotations
 
+import os
 import random
 import re
-import secrets
 import uuid
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ class Ids:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random: random.Random = (
-            secrets.SystemRandom() if seed is None else random.Random(seed)  # noqa: S311
+            random.SystemRandom() if seed is None else random.Random(seed)  # noqa: S311
         )
 
     def uid(self) -> str:
@@ -48,7 +48,7 @@ class Ids:
 
 def passphrase() -> str:
     """Return 32 random bytes as text, for an encryption key; never reproducible."""
-    return secrets.token_hex(32)
+    return os.urandom(32).hex()  # `secrets` would bring OpenSSL into every process
 
 
 def short_uid(uid: str) -> str:

@@ -7,7 +7,6 @@ functions too.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -61,22 +60,16 @@ def open_beneath(root_fd: int, path: str, flags: int, *, mode: int = 0o600) -> i
         raise _outside(path, "passes a symbolic link") from error
 
 
-class _OpenHow(ctypes.Structure):
-    _fields_ = [
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    ]
-
-
 def _openat2(root_fd: int, path: str, flags: int, mode: int) -> int:
+    import ctypes  # not everybody who names a path opens one
+
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    how = _OpenHow(
+    how = (ctypes.c_uint64 * 3)(
         # O_NOFOLLOW would lift RESOLVE_NO_SYMLINKS from the last component for O_PATH.
-        flags=flags & ~os.O_NOFOLLOW,
-        mode=mode if flags & os.O_CREAT else 0,
-        resolve=_RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS,
+        flags & ~os.O_NOFOLLOW,
+        mode if flags & os.O_CREAT else 0,
+        _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS,
     )
     arguments = (
         ctypes.c_long(_SYS_OPENAT2),

@@ -1,232 +1,42 @@
 """`python -m chv.agent.console`: the holder. Ends only when told, or with the machine.
 
-One reader per serial line, always connected, so a guest never blocks on its console. A line that
-ends is closed and forgotten, but looked for a moment longer: a VMM may make its port anew when its
-guest reboots. Losing the holder loses recording, never a guest.
+Its memory is on every node for all its time: nothing is imported here that it can do without.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-import anyio
-import anyio.abc
+from chv.agent.console import without_tls
 
-from chv import VERSION
-from chv.agent.console.recording import MARK_ATTACHED, MARK_HOLDER_LOST, Recording, was_held
-from chv.agent.console.viewers import Screen
-from chv.agent.console.wire import (
-    ATTACH_CONSOLE,
-    DETACH_CONSOLE,
-    LIST_CONSOLES,
-    METHODS,
-    SHUT_DOWN,
-    AttachConsole,
-    AttachedConsoles,
-    DetachConsole,
-)
-from chv.common import logs
-from chv.common.clock import boot_id
-from chv.common.errors import Conflict, FailedPrecondition, Unavailable
-from chv.common.files import FileLock
-from chv.common.layout import Layout
-from chv.common.rpc import Server, WithFds
-from chv.common.wire.agent_console import OPEN_LINE, ConsoleReply, OpenLine
-from chv.common.wire.hello import common_version
-from chv.common.wire.types import HELLO, Done, Empty, HelloReply, HelloRequest
-
-log = logs.get("chv.console")
-CHUNK_BYTES = 16384
-CONSOLES_MAX = 10_000
-# How long a line that ended is looked for: a reboot within the VMM takes tens of milliseconds.
-AGAIN_S_MAX, AGAIN_POLL_S = 2.0, 0.02
-HANG_UP_S_MAX = 1.0
-
-
-class Holder:
-    """Every attached serial line."""
-
-    def __init__(self, layout: Layout, tasks: anyio.abc.TaskGroup) -> None:
-        self._layout = layout
-        self._tasks = tasks
-        self._lines: dict[str, anyio.CancelScope] = {}
-        self._sought: set[str] = set()  # that ended a moment ago
-        self._held: set[str] = set()  # whose lines are or were held here
-        self._screens: dict[str, Screen] = {}
-
-    async def hello(self, request: HelloRequest) -> HelloReply:
-        """Say who we are."""
-        return HelloReply(
-            daemon="console",
-            version=VERSION,
-            protocol=common_version(request),
-            instance=self._layout.instance,
-            boot_id=boot_id(),
-            pid=os.getpid(),
-            state="ready",
-        )
-
-    async def attach(self, request: AttachConsole) -> Done:
-        """Connect and start recording; returns once connected."""
-        if request.vm_id in self._lines:
-            return Done()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            connection.connect(request.socket)
-            recording = self._recording(request)
-        except OSError as error:
-            connection.close()
-            raise Unavailable(f"serial line of {request.vm_id}: {error.strerror}") from error
-        recording.mark(MARK_ATTACHED)
-        screen = self._screens.setdefault(request.vm_id, Screen())
-        screen.connection = connection
-        scope = anyio.CancelScope()
-        self._lines[request.vm_id] = scope
-        self._tasks.start_soon(self._record, request, connection, recording, scope)
-        return Done()
-
-    def _recording(self, request: AttachConsole) -> Recording:
-        directory = Path(request.directory)
-        another = request.vm_id not in self._held and was_held(directory, Path(request.socket))
-        self._held.add(request.vm_id)
-        bound = log.bind(vm_id=request.vm_id)
-        recording = Recording(
-            directory, lambda error: bound.error("console.recording_failed", error=error)
-        )
-        if another:
-            recording.mark(MARK_HOLDER_LOST)
-        return recording
-
-    async def _record(
-        self,
-        request: AttachConsole,
-        connection: socket.socket,
-        recording: Recording,
-        scope: anyio.CancelScope,
-    ) -> None:
-        screen = self._screens.get(request.vm_id) or Screen()  # detached before this began
-        try:
-            with scope:
-                while data := await _receive(connection):
-                    recording.write(data)
-                    screen.show(data)
-            await _hang_up(connection, recording)
-        finally:
-            if screen.connection is connection:
-                screen.connection = None
-            connection.close()
-            recording.close()
-            ended = self._lines.get(request.vm_id) is scope
-            if ended:
-                del self._lines[request.vm_id]
-        if ended:
-            await self._take_up_again(request)
-
-    async def _take_up_again(self, request: AttachConsole) -> None:
-        """Attach to a port that was made anew, unless the agent is faster or wants it no more."""
-        self._sought.add(request.vm_id)
-        with anyio.move_on_after(AGAIN_S_MAX):
-            while True:
-                await anyio.sleep(AGAIN_POLL_S)
-                if request.vm_id not in self._sought or request.vm_id in self._lines:
-                    break
-                with suppress(Unavailable):
-                    await self.attach(request)
-        self._sought.discard(request.vm_id)
-        if request.vm_id not in self._lines:
-            self._end_screen(request.vm_id, "the VM ended")
-
-    def _end_screen(self, vm_id: str, why: str) -> None:
-        screen = self._screens.pop(vm_id, None)
-        if screen is not None:
-            screen.end(why)
-
-    async def open_line(self, request: OpenLine) -> WithFds[ConsoleReply]:
-        """Hand out the viewer's end of a socket."""
-        screen = self._screens.get(request.vm_id)
-        if screen is None:
-            raise FailedPrecondition(f"no serial line of {request.vm_id} is held")
-        reply, viewer = screen.open(request, self._tasks)
-        return WithFds(reply, [viewer.detach()])
-
-    async def detach(self, request: DetachConsole) -> Done:
-        """Stop recording one VM."""
-        self._sought.discard(request.vm_id)
-        self._held.discard(request.vm_id)
-        scope = self._lines.pop(request.vm_id, None)
-        if scope is not None:
-            scope.cancel()
-        self._end_screen(request.vm_id, "the VM ended")
-        return Done()
-
-    async def attached(self, request: Empty) -> AttachedConsoles:
-        """List what is connected."""
-        return AttachedConsoles(vm_ids=sorted(self._lines))
-
-    async def shut_down(self, request: Empty) -> Done:
-        """End the holder; the reply still goes out."""
-        self._tasks.start_soon(self._end)
-        return Done()
-
-    async def _end(self) -> None:
-        await anyio.sleep(0.05)
-        self._tasks.cancel_scope.cancel()
-
-
-async def _receive(connection: socket.socket) -> bytes:
-    while True:
-        await anyio.wait_readable(connection)
-        try:
-            return connection.recv(CHUNK_BYTES)
-        except BlockingIOError:
-            continue
-        except OSError:
-            return b""
-
-
-async def _hang_up(connection: socket.socket, recording: Recording) -> None:
-    """Take leave without anything unread: Cloud Hypervisor 53 loses its port to a reset by that."""
-    with anyio.move_on_after(HANG_UP_S_MAX, shield=True), suppress(OSError):
-        connection.shutdown(socket.SHUT_WR)
-        while data := await _receive(connection):
-            recording.write(data)
-
-
-async def run(layout: Layout) -> None:
-    """Serve until told to end."""
-    allowed = frozenset({os.geteuid()})
-    with FileLock.acquire(layout.lock("console")):
-        async with anyio.create_task_group() as tasks:
-            holder = Holder(layout, tasks)
-            server = Server("console", METHODS, allow_uids=allowed)
-            server.add(HELLO, holder.hello)
-            server.add(ATTACH_CONSOLE, holder.attach)
-            server.add(DETACH_CONSOLE, holder.detach)
-            server.add(LIST_CONSOLES, holder.attached)
-            server.add(OPEN_LINE, holder.open_line)
-            server.add(SHUT_DOWN, holder.shut_down)
-            await server.serve(layout.socket("console"), mode=0o600)
+OPTIONS = ("--instance", "--run-root", "--state-root", "--worker-id")
 
 
 def main() -> int:
-    """Parse the arguments that the agent gives and run."""
-    parser = argparse.ArgumentParser(prog="chv-console")
-    parser.add_argument("--instance", required=True)
-    parser.add_argument("--run-root", type=Path, required=True)
-    parser.add_argument("--state-root", type=Path, required=True)
-    parser.add_argument("--worker-id", required=True, help="how the agent finds this process")
-    arguments = parser.parse_args()
+    """Take the arguments that the agent gives (--worker-id is how it finds us) and run."""
+    given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
+    if set(given) != set(OPTIONS) or len(sys.argv) != 1 + 2 * len(OPTIONS):
+        print(f"chv-console: wants {' '.join(OPTIONS)}, each with a value", file=sys.stderr)
+        return 2
+    without_tls.import_event_loop()
+    return _run(given)
+
+
+def _run(given: dict[str, str]) -> int:
+    import anyio
+
+    from chv.agent.console.holder import run
+    from chv.common import logs
+    from chv.common.errors import Conflict
+    from chv.common.layout import Layout
+
     logs.setup("console")
-    layout = Layout(arguments.instance, arguments.run_root, arguments.state_root)
+    layout = Layout(given["--instance"], Path(given["--run-root"]), Path(given["--state-root"]))
     try:
         anyio.run(run, layout)
     except Conflict as error:
-        log.error("console.second", error=error.message)
+        logs.get("chv.console").error("console.second", error=error.message)
         return error.exit_code
     return 0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import anyio
 
-from chv.agent.console import __main__ as module
-from chv.agent.console.__main__ import Holder
+from chv.agent.console import holder as module
+from chv.agent.console.holder import Holder
 from chv.agent.console.wire import AttachConsole, DetachConsole
 from chv.common.layout import Layout
 from chv.common.wire.types import Empty
