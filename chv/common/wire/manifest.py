@@ -29,7 +29,7 @@ from chv.common.wording import reworded, words_of
 TEXT_BYTES_MAX = 900_000  # below the limit of a frame
 DOCUMENTS_MAX = 200
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-USER_DATA = "spec.cloudInit.userData"
+FREE_TEXT = ("spec.cloudInit.userData", "metadata.annotations")
 NAMESPACE = "default"
 _QUANTITIES = ("spec.memory", "spec.maxMemory", "spec.size")
 
@@ -66,6 +66,7 @@ def parse(document: Mapping[str, Any] | bytes | msgspec.Raw) -> Resource:
     metadata.setdefault("namespace", NAMESPACE)
     tree["metadata"] = metadata
     _refuse_control_characters(tree, tree["spec"], "spec")
+    _refuse_control_characters(tree, metadata, "metadata")
     kind = KINDS[tree["kind"]]
     try:
         resource = msgspec.convert(tree, type=kind, strict=True)
@@ -108,11 +109,10 @@ def _check_head(tree: dict[str, Any]) -> None:
             field="apiVersion",
             hint=f"write {API_VERSION}",
         )
-    if tree.get("kind") not in KINDS:
+    kind = tree.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
         kinds = ", ".join(KINDS)
-        raise InvalidArgument(
-            f"{shown(tree.get('kind'))} is not a kind", field="kind", hint=f"one of {kinds}"
-        )
+        raise InvalidArgument(f"{shown(kind)} is not a kind", field="kind", hint=f"one of {kinds}")
     metadata = tree.get("metadata")
     if not isinstance(metadata, dict):
         raise InvalidArgument("there is no metadata", field="metadata", hint="metadata: {name: …}")
@@ -138,14 +138,16 @@ def _check_head(tree: dict[str, Any]) -> None:
 
 
 def _refuse_control_characters(tree: dict[str, Any], value: object, path: str) -> None:
-    """Patterns let a trailing newline through; nothing but user data has a use for one."""
+    """Patterns let a trailing newline through; nothing but free text has a use for one."""
+    if path in FREE_TEXT:
+        return
     if isinstance(value, dict):
         for key, inner in value.items():
             _refuse_control_characters(tree, inner, f"{path}.{key}")
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             _refuse_control_characters(tree, inner, f"{path}[{index}]")
-    elif isinstance(value, str) and path != USER_DATA and not value.isprintable():
+    elif isinstance(value, str) and not value.isprintable():
         raise InvalidArgument(
             f"{shown(value)} has characters that cannot be printed",
             resource=_title(tree),

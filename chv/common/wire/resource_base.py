@@ -23,6 +23,9 @@ Duration = Annotated[
 ]
 LabelValue = Annotated[str, Meta(max_length=63)]
 LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
+# As others write them: they are compared and shown, so bounded, and no more is asked of them.
+UidText = Annotated[str, Meta(max_length=64)]
+TimeText = Annotated[str, Meta(max_length=64)]
 
 
 class Struct(msgspec.Struct, metaclass=FrozenMeta, rename="camel", forbid_unknown_fields=True):
@@ -41,10 +44,10 @@ class OwnerReference(Struct, kw_only=True, frozen=True):
     Without a `uid` it is the object of that kind and name in the same namespace or file.
     """
 
-    api_version: str
-    kind: str
+    api_version: Annotated[str, Meta(max_length=317)]
+    kind: Annotated[str, Meta(max_length=63)]
     name: Name
-    uid: str = ""
+    uid: UidText = ""
     controller: bool = False
     block_owner_deletion: bool = False
 
@@ -57,15 +60,15 @@ class ObjectMeta(Struct, kw_only=True, frozen=True, omit_defaults=True):
     namespace: Annotated[
         str, Meta(max_length=63, pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?\Z")
     ] = ""
-    uid: str = ""
+    uid: UidText = ""
     generation: Annotated[int, Meta(ge=0, le=GENERATION_MAX)] = 0
     resource_version: Annotated[str, Meta(max_length=32)] = ""
     labels: Annotated[dict[LabelKey, LabelValue], Meta(max_length=64)] = {}
     annotations: Annotated[dict[LabelKey, Text], Meta(max_length=64)] = {}
     finalizers: Annotated[list[LabelKey], Meta(max_length=16)] = []
     owner_references: Annotated[list[OwnerReference], Meta(max_length=8)] = []
-    creation_timestamp: str = ""
-    deletion_timestamp: str = ""
+    creation_timestamp: TimeText = ""
+    deletion_timestamp: TimeText = ""
     managed_fields: Any = None  # taken from a file and ignored, as kubectl writes it
 
 

@@ -235,3 +235,41 @@ def test_finalizers_are_refused_rather_than_ignored() -> None:
     assert caught.value.field == "metadata.finalizers"
     tree["metadata"]["finalizers"] = []
     assert parse(tree).metadata.finalizers == []
+
+
+@pytest.mark.parametrize("kind", [["VirtualMachine"], {}, {"a": 1}, None, 1, True, ""])
+def test_what_is_no_kind_is_refused_whatever_it_is(kind: Any) -> None:
+    assert refused({**vm(), "kind": kind}).field == "kind"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("uid", "x" * 65),
+        ("uid", "a\nb"),
+        ("resourceVersion", "1\n"),
+        ("creationTimestamp", "x" * 65),
+        ("deletionTimestamp", "\x1b[2J"),
+    ],
+)
+def test_what_the_metadata_says_of_identity_is_short_and_printable(field: str, value: str) -> None:
+    tree = vm()
+    tree["metadata"][field] = value
+    assert refused(tree).field == f"metadata.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("uid", "x" * 65), ("uid", "a\n"), ("kind", "x" * 64), ("apiVersion", "x" * 318)],
+)
+def test_an_owner_is_named_in_short_and_printable_words(field: str, value: str) -> None:
+    owner = {"apiVersion": API_VERSION, "kind": "VirtualMachine", "name": "a"} | {field: value}
+    tree = vm()
+    tree["metadata"]["ownerReferences"] = [owner]
+    assert refused(tree).field == f"metadata.ownerReferences[0].{field}"
+
+
+def test_annotations_are_free_text() -> None:
+    tree = vm()
+    tree["metadata"]["annotations"] = {"example.org/note": "one\ntwo\n"}
+    assert parse(tree).metadata.annotations == {"example.org/note": "one\ntwo\n"}
