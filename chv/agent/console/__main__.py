@@ -31,7 +31,7 @@ def _run(given: dict[str, str]) -> int:
     from chv.common.errors import Conflict
     from chv.common.layout import Layout
 
-    logs.setup("console")
+    logs.setup("console")  # until the thread that writes is there
     layout = Layout(given["--instance"], Path(given["--run-root"]), Path(given["--state-root"]))
     try:
         anyio.run(run, layout)

@@ -16,7 +16,9 @@ import anyio
 import anyio.abc
 
 from chv import VERSION
-from chv.agent.console.recording import MARK_ATTACHED, MARK_HOLDER_LOST, Recording, was_held
+from chv.agent.console.disk import Disk, Spool
+from chv.agent.console.log_stream import log_stream
+from chv.agent.console.recording import MARK_ATTACHED
 from chv.agent.console.viewers import Screen
 from chv.agent.console.wire import (
     ATTACH_CONSOLE,
@@ -38,7 +40,6 @@ from chv.common.wire.agent_console import OPEN_LINE, ConsoleReply, OpenLine
 from chv.common.wire.hello import common_version
 from chv.common.wire.types import HELLO, Done, Empty, HelloReply, HelloRequest
 
-log = logs.get("chv.console")
 CHUNK_BYTES = 16384
 CONSOLES_MAX = 10_000
 # How long a line that ended is looked for: a reboot within the VMM takes tens of milliseconds.
@@ -49,8 +50,9 @@ HANG_UP_S_MAX = 1.0
 class Holder:
     """Every attached serial line."""
 
-    def __init__(self, layout: Layout, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, layout: Layout, tasks: anyio.abc.TaskGroup, disk: Disk) -> None:
         self._layout = layout
+        self._disk = disk
         self._tasks = tasks
         self._lines: dict[str, anyio.CancelScope] = {}
         self._sought: set[str] = set()  # that ended a moment ago
@@ -76,49 +78,44 @@ class Holder:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(request.socket)
-            recording = self._recording(request)
         except OSError as error:
             connection.close()
             raise Unavailable(f"serial line of {request.vm_id}: {error.strerror}") from error
-        recording.mark(MARK_ATTACHED)
+        spool = self._spool(request)
         screen = self._screens.setdefault(request.vm_id, Screen())
         screen.connection = connection
         scope = anyio.CancelScope()
         self._lines[request.vm_id] = scope
-        self._tasks.start_soon(self._record, request, connection, recording, scope)
+        self._tasks.start_soon(self._record, request, connection, spool, scope)
         return Done()
 
-    def _recording(self, request: AttachConsole) -> Recording:
-        directory = Path(request.directory)
-        another = request.vm_id not in self._held and was_held(directory, Path(request.socket))
-        self._held.add(request.vm_id)
-        bound = log.bind(vm_id=request.vm_id)
-        recording = Recording(
-            directory, lambda error: bound.error("console.recording_failed", error=error)
-        )
-        if another:
-            recording.mark(MARK_HOLDER_LOST)
-        return recording
+    def _spool(self, request: AttachConsole) -> Spool:
+        spool = self._disk.open(request.vm_id, Path(request.directory))
+        if request.vm_id not in self._held:
+            self._held.add(request.vm_id)
+            spool.mark_if_held(Path(request.socket))
+        spool.mark(MARK_ATTACHED)
+        return spool
 
     async def _record(
         self,
         request: AttachConsole,
         connection: socket.socket,
-        recording: Recording,
+        spool: Spool,
         scope: anyio.CancelScope,
     ) -> None:
         screen = self._screens.get(request.vm_id) or Screen()  # detached before this began
         try:
             with scope:
                 while data := await _receive(connection):
-                    recording.write(data)
                     screen.show(data)
-            await _hang_up(connection, recording)
+                    await spool.write(data)
+            await _hang_up(connection, spool)
         finally:
             if screen.connection is connection:
                 screen.connection = None
             connection.close()
-            recording.close()
+            spool.release()
             ended = self._lines.get(request.vm_id) is scope
             if ended:
                 del self._lines[request.vm_id]
@@ -187,20 +184,21 @@ async def _receive(connection: socket.socket) -> bytes:
             return b""
 
 
-async def _hang_up(connection: socket.socket, recording: Recording) -> None:
+async def _hang_up(connection: socket.socket, spool: Spool) -> None:
     """Take leave without anything unread: Cloud Hypervisor 53 loses its port to a reset by that."""
     with anyio.move_on_after(HANG_UP_S_MAX, shield=True), suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
         while data := await _receive(connection):
-            recording.write(data)
+            await spool.write(data)
 
 
 async def run(layout: Layout) -> None:
     """Serve until told to end."""
     allowed = frozenset({os.geteuid()})
-    with FileLock.acquire(layout.lock("console")):
+    with FileLock.acquire(layout.lock("console")), Disk() as disk:
+        logs.setup("console", stream=log_stream(disk, "console.log"))
         async with anyio.create_task_group() as tasks:
-            holder = Holder(layout, tasks)
+            holder = Holder(layout, tasks, disk)
             server = Server("console", METHODS, allow_uids=allowed)
             server.add(HELLO, holder.hello)
             server.add(ATTACH_CONSOLE, holder.attach)

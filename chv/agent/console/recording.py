@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,47 +23,55 @@ MARK_HOLDER_LOST = "--- the console holder ended: what the guest said since is l
 class Recording:
     """Appends serial output; a line is written when it is whole, too long, or at close."""
 
-    def __init__(self, directory: Path, on_failure: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        on_failure: Callable[[str], None] | None = None,
+        on_written: Callable[[int], None] | None = None,
+    ) -> None:
         """`on_failure` is told of the first line that cannot be written, and not of the next.
 
-        A disk without room for the file is no error: it is tried again for every line.
+        The file is opened for the first line; one that cannot be is tried again for every line.
+        `on_written` counts bytes.
         """
         self._path = directory / FILE_NAME
         self._on_failure = on_failure
+        self._on_written = on_written
         self._lost_lines = 0
         self._fd = -1
         self._size = 0
-        try:
-            self._begin()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
         self._partial = b""
         self._last = datetime.min.replace(tzinfo=UTC)
 
-    def mark(self, text: str) -> None:
-        """Write a line of our own."""
-        self._write_line(text.encode())
+    def mark(self, text: str, when: datetime | None = None) -> None:
+        """Write a line of our own, after what the guest has not ended."""
+        self._flush(when)
+        self._write_line(text.encode(), when)
 
-    def write(self, data: bytes) -> None:
-        """Take bytes from the guest."""
+    def write(self, data: bytes, when: datetime | None = None) -> None:
+        """Take bytes that the guest said at `when` (default: now)."""
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
-            self._write_line(line)
+            self._write_line(line, when)
         while len(self._partial) > LINE_BYTES_MAX:
-            self._write_line(self._partial[:LINE_BYTES_MAX])
+            self._write_line(self._partial[:LINE_BYTES_MAX], when)
             self._partial = self._partial[LINE_BYTES_MAX:]
 
     def close(self) -> None:
         """Write what is left and close."""
-        if self._partial:
-            self._write_line(self._partial)
+        self._flush(None)
         if self._fd >= 0:
             os.close(self._fd)
+            self._fd = -1
 
-    def _write_line(self, line: bytes) -> None:
+    def _flush(self, when: datetime | None) -> None:
+        if self._partial:
+            self._write_line(self._partial, when)
+            self._partial = b""
+
+    def _write_line(self, line: bytes, when: datetime | None) -> None:
         # A clock that is set back must not put a line before one that it followed.
-        self._last = max(self._last, datetime.now(UTC))
+        self._last = max(self._last, when or datetime.now(UTC))
         stamp = self._last.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         record = stamp.encode() + b" " + line.rstrip(b"\r") + b"\n"
         # A full disk must not end the holder: output is lost then, and the guest goes on.
@@ -92,6 +101,8 @@ class Recording:
             os.ftruncate(self._fd, self._size)  # no torn line before the next
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += written
+        if self._on_written is not None:
+            self._on_written(written)
 
     def _lose(self, error: OSError) -> None:
         self._lost_lines += 1
@@ -130,7 +141,7 @@ def was_held(directory: Path, serial: Path) -> bool:
 def tail_lines(directory: Path, count: int) -> list[str]:
     """Return the last `count` lines of a recording; raises FileNotFoundError without one."""
     data = (directory / FILE_NAME).read_bytes()
-    older = directory / f"{FILE_NAME}.1"
-    if data.count(b"\n") < count and older.exists():
-        data = older.read_bytes() + data
+    if data.count(b"\n") < count:
+        with suppress(FileNotFoundError):  # there was none, or room was made
+            data = (directory / f"{FILE_NAME}.1").read_bytes() + data
     return data.decode("utf-8", "replace").splitlines()[-count:] if count else []

@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 
 from chv.agent.console import holder as module
+from chv.agent.console.disk import Disk
 from chv.agent.console.holder import Holder
 from chv.agent.console.wire import AttachConsole, DetachConsole
 from chv.common.layout import Layout
@@ -45,10 +46,11 @@ async def holder(tmp_path: Path) -> AsyncIterator[tuple[Holder, AttachConsole]]:
         socket=str(tmp_path / "serial.sock"),
         directory=str(tmp_path),
     )
-    async with anyio.create_task_group() as tasks:
-        made = Holder(Layout("abcdef", run_root=tmp_path, state_root=tmp_path), tasks)
-        yield made, request
-        tasks.cancel_scope.cancel()
+    with Disk() as disk:
+        async with anyio.create_task_group() as tasks:
+            made = Holder(Layout("abcdef", run_root=tmp_path, state_root=tmp_path), tasks, disk)
+            yield made, request
+            tasks.cancel_scope.cancel()
 
 
 def recorded(tmp_path: Path) -> str:

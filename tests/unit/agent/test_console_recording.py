@@ -157,7 +157,9 @@ def test_a_disk_without_room_for_the_file_is_no_error(
 def test_a_socket_older_than_the_record_was_held_before(tmp_path: Path) -> None:
     serial = tmp_path / "serial"
     assert not was_held(tmp_path, serial)
-    Recording(tmp_path).close()
+    log = Recording(tmp_path)
+    log.mark("attached")
+    log.close()
     os.utime(tmp_path / "console.log", ns=(1, 1))
     serial.touch()
     assert not was_held(tmp_path, serial)
