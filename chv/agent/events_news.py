@@ -56,7 +56,9 @@ class News:
         while True:
             await self._come.wait()
             self._come = anyio.Event()
-            while not await self._stored():
+            while True:
+                if await self._stored():
+                    break
                 await anyio.sleep(RETRY_S)
 
     async def _stored(self) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
