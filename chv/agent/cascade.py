@@ -19,16 +19,19 @@ async def finish_delete(context: Context, uid: str) -> None:
         stored = tables.objects.get(uid)
         if stored is None:
             return
-        await context.ledger.commit_held(*_removal(context, stored))
+        dependents = _dependents(context, stored)  # afterwards they are all being deleted
+        await context.ledger.commit_held(*_removal(context, stored, dependents))
     context.seen_at.pop(uid, None)
     context.encoded.pop(uid, None)
     context.wake_referred(stored)
     context.wake_referrers(stored)
-    for dependent in _dependents(context, stored):
+    for dependent in dependents:
         context.wake(dependent.uid)
 
 
-def _removal(context: Context, stored: StoredObject) -> list[Change]:
+def _removal(
+    context: Context, stored: StoredObject, dependents: list[StoredObject]
+) -> list[Change]:
     kind, namespace, name = stored.key
     tombstone = Tombstone(
         uid=stored.uid,
@@ -43,12 +46,15 @@ def _removal(context: Context, stored: StoredObject) -> list[Change]:
     ended: list[Change] = []
     if operation is not None:
         ended = context.operations.ending(operation, OperationState.SUCCEEDED, "deleted")
-    return [RemoveObject(tombstone=tombstone), *ended, *_deleting_dependents(context, stored)]
+    going = _deleting_dependents(context, stored, dependents)
+    return [RemoveObject(tombstone=tombstone), *ended, *going]
 
 
-def _deleting_dependents(context: Context, owner: StoredObject) -> list[Change]:
+def _deleting_dependents(
+    context: Context, owner: StoredObject, dependents: list[StoredObject]
+) -> list[Change]:
     changes: list[Change] = []
-    for ahead, dependent in enumerate(_dependents(context, owner), start=2):
+    for ahead, dependent in enumerate(dependents, start=2):
         revision = context.ledger.next_revision(ahead)
         marked = marked_deleting(dependent, context.now(), revision)
         operation = context.operations.new(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from chv.agent.ports import Limits
 from chv.common.errors import InvalidArgument
 from chv.common.wire import agent as api
 from tests.sim.bench import Bench, everything, image, manifest, open_bench, vm, volume
@@ -90,6 +91,18 @@ async def test_a_restart_and_a_reset_are_no_end() -> None:
         second = bench.process()
         assert second is not None and second is not first
         assert bench.get("Volume", "own").status.phase == "Attached"
+
+
+@simulated
+async def test_what_it_owns_without_using_it_goes_without_a_resync() -> None:
+    async with open_bench() as bench:
+        await bench.apply(*everything(), owned("own"))
+        await bench.until("VMMRunning")
+        await bench.delete("VirtualMachine", "web")
+        soon_s = Limits().resync_s / 2
+        for kind, name in (("VirtualMachine", "web"), ("Volume", "own")):
+            gone = api.WaitCondition(kind=kind, name=name, condition="deleted", timeout_s=soon_s)
+            await bench.engine.wait_condition(gone)
 
 
 @simulated
