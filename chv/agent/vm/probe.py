@@ -19,6 +19,8 @@ from chv.common.errors import ChvError, OutcomeUnknown
 SSH_PORT = 22
 EAGER_S_FIRST = 0.1
 EAGER_S_MAX = 2.0
+PATIENT_FROM = 100  # attempts, some three minutes: a guest that has no SSH will hardly get it now
+PATIENT_S = 10.0
 CALM_S = 30.0
 SSH_S = 10.0
 
@@ -69,7 +71,7 @@ class Prober:
     async def _listen(self, boot: str) -> None:
         if boot != self._boot:
             self._boot, self._evidence = boot, Evidence()
-        pause_s = EAGER_S_FIRST
+        pause_s, attempts = EAGER_S_FIRST, 0
         while self._boot_of() == boot:
             heard = await self._hear()
             if boot == self._boot_of() and heard != self._evidence:
@@ -78,7 +80,9 @@ class Prober:
                 if changed:
                     self._context.wake(self._uid)
             await self._rest(CALM_S if heard.ssh else pause_s)
-            pause_s = min(EAGER_S_MAX, pause_s * 1.5)
+            attempts += 1
+            limit_s = EAGER_S_MAX if attempts < PATIENT_FROM else PATIENT_S
+            pause_s = min(limit_s, pause_s * 1.5)
 
     async def _rest(self, seconds: float) -> None:
         self._stirred = anyio.Event()
