@@ -10,22 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import yaml
-
 from chv.common.errors import InvalidArgument
 
 FIELD = "spec.cloudInit.userData"
 USER_DATA_BYTES_MAX = 256 << 10
 PINNED = ("ssh_keys", "ssh_deletekeys", "ssh_genkeytypes")
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses aliases: a few lines of them can stand for gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise InvalidArgument("YAML aliases are not allowed", field=FIELD)
-        return super().compose_node(parent, index)
 
 
 def check_user_data(text: str) -> None:
@@ -61,11 +50,17 @@ def parse(text: str) -> dict[str, Any]:
             field=FIELD,
             hint="use a #cloud-config mapping; runcmd runs commands",
         )
+    if not text.strip():
+        return {}
+    from chv.guest import cloud_yaml
+
     try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        value = cloud_yaml.load(text)
         # cloud-init gets JSON: what has no JSON form is an error here and not in the guest.
         json.dumps(value)
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+    except cloud_yaml.Alias as error:
+        raise InvalidArgument("YAML aliases are not allowed", field=FIELD) from error
+    except (cloud_yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         reason = str(error).replace("\n", " ")[:200]
         raise InvalidArgument(f"not a cloud-config: {reason}", field=FIELD) from error
     if value is None:

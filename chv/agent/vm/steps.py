@@ -1,14 +1,16 @@
-"""The steps of a VM's plan: one effect each, as data. What they do is in `apply`."""
+"""The steps of a VM's plan: one effect each, as data. What they do is in `apply`.
+
+As dataclasses the forty of them took the agent's start a twentieth of a second.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from chv.agent.records import EndKind
 
 
-@dataclass(frozen=True, slots=True)
-class WaitStep:
+class WaitStep(msgspec.Struct, frozen=True):
     """Somebody else must move first; `retry_s` is how long at most to sit still.
 
     `position` is that in a queue, from 1; 0: it waits in none.
@@ -21,25 +23,21 @@ class WaitStep:
     position: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptStep:
+class AdoptStep(msgspec.Struct, frozen=True):
     """Record the pid of a process found by its intent."""
 
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class SelectVmmStep:
+class SelectVmmStep(msgspec.Struct, frozen=True):
     """Choose VMM and accelerator, once."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareStep:
+class PrepareStep(msgspec.Struct, frozen=True):
     """Make the directories."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttachVolumeStep:
+class AttachVolumeStep(msgspec.Struct, frozen=True):
     """Let stord serve a volume to this VM."""
 
     volume_uid: str
@@ -47,204 +45,169 @@ class AttachVolumeStep:
     read_only: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AttachVolumesStep:
+class AttachVolumesStep(msgspec.Struct, frozen=True):
     """Let stord serve several volumes to this VM, all with one start of its storage daemon."""
 
     volumes: tuple[AttachVolumeStep, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AttachNicStep:
+class AttachNicStep(msgspec.Struct, frozen=True):
     """Let nwd make or update the NIC."""
 
     nic_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class EnsureSeedStep:
+class EnsureSeedStep(msgspec.Struct, frozen=True):
     """Write the seed disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnStep:
+class SpawnStep(msgspec.Struct, frozen=True):
     """Record the intent, start the VMM, record the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class CreateStep:
+class CreateStep(msgspec.Struct, frozen=True):
     """Make the VM in a VMM that was started without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttachConsoleStep:
+class AttachConsoleStep(msgspec.Struct, frozen=True):
     """Let the console holder take the serial line."""
 
 
-@dataclass(frozen=True, slots=True)
-class BootStep:
+class BootStep(msgspec.Struct, frozen=True):
     """Let the vCPUs run for the first time."""
 
 
-@dataclass(frozen=True, slots=True)
-class MarkRecoveringStep:
+class MarkRecoveringStep(msgspec.Struct, frozen=True):
     """Record that a reset is due before the vCPUs run again, and reset a first time."""
 
 
-@dataclass(frozen=True, slots=True)
-class PauseStep:
+class PauseStep(msgspec.Struct, frozen=True):
     """Stop the vCPUs."""
 
 
-@dataclass(frozen=True, slots=True)
-class HaltStep:
+class HaltStep(msgspec.Struct, frozen=True):
     """Let no vCPU run on, whatever its disks do."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecoverBackendStep:
+class RecoverBackendStep(msgspec.Struct, frozen=True):
     """Let stord start a new storage daemon."""
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitDisksStep:
+class AwaitDisksStep(msgspec.Struct, frozen=True):
     """Wait until the VMM has its disks again."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResetStep:
+class ResetStep(msgspec.Struct, frozen=True):
     """Hard reset; fulfils a recovery and a request."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartStorageStep:
+class RestartStorageStep(msgspec.Struct, frozen=True):
     """Let stord replace the storage daemon under the running guest."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeStep:
+class ResumeStep(msgspec.Struct, frozen=True):
     """Let the vCPUs run again."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopStep:
+class StopStep(msgspec.Struct, frozen=True):
     """Walk the stop ladder; `ask` is whether the guest gets a say."""
 
     kind: EndKind
     ask: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CleanupStep:
+class CleanupStep(msgspec.Struct, frozen=True):
     """Remove what the dead VMM left."""
 
 
-@dataclass(frozen=True, slots=True)
-class DetachVolumeStep:
+class DetachVolumeStep(msgspec.Struct, frozen=True):
     """Let stord stop serving a volume to this VM."""
 
     volume_uid: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetWorkerStep:
+class ForgetWorkerStep(msgspec.Struct, frozen=True):
     """Drop the worker's record and take the consequences of its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class DetachNicStep:
+class DetachNicStep(msgspec.Struct, frozen=True):
     """Let nwd remove a NIC."""
 
     nic_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveFilesStep:
+class RemoveFilesStep(msgspec.Struct, frozen=True):
     """Remove seed, host keys and directories."""
 
 
-@dataclass(frozen=True, slots=True)
-class FinishDeleteStep:
+class FinishDeleteStep(msgspec.Struct, frozen=True):
     """Replace the object by its tombstone."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddDiskStep:
+class AddDiskStep(msgspec.Struct, frozen=True):
     """Record and plug a disk of a running VM."""
 
     disk_id: str
     volume_uid: str
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveDiskStep:
+class RemoveDiskStep(msgspec.Struct, frozen=True):
     """Unplug a disk of a running VM and drop it from the record."""
 
     disk_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AddNicStep:
+class AddNicStep(msgspec.Struct, frozen=True):
     """Record and plug a NIC of a running VM."""
 
     nic_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveNicStep:
+class RemoveNicStep(msgspec.Struct, frozen=True):
     """Unplug a NIC of a running VM and drop it from the record."""
 
     nic_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class SetCpusStep:
+class SetCpusStep(msgspec.Struct, frozen=True):
     """Give a running VM another number of CPUs, then record it."""
 
     cpus: int
 
 
-@dataclass(frozen=True, slots=True)
-class SetMemoryStep:
+class SetMemoryStep(msgspec.Struct, frozen=True):
     """Give a running VM more memory, then record it."""
 
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ThawStep:
+class ThawStep(msgspec.Struct, frozen=True):
     """Thaw a guest that somebody froze who is no more."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreDisksStep:
+class RestoreDisksStep(msgspec.Struct, frozen=True):
     """Bring the volumes back to a snapshot."""
 
 
-@dataclass(frozen=True, slots=True)
-class WithdrawStep:
+class WithdrawStep(msgspec.Struct, frozen=True):
     """Take back what was handed over of a snapshot."""
 
     snapshot_uid: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunRestoredStep:
+class RunRestoredStep(msgspec.Struct, frozen=True):
     """Let a guest run on that a VMM has read back from a snapshot."""
 
 
-@dataclass(frozen=True, slots=True)
-class SwapRootStep:
+class SwapRootStep(msgspec.Struct, frozen=True):
     """Give the VM its new root disk under the name of the former one."""
 
 
-@dataclass(frozen=True, slots=True)
-class DropRootStep:
+class DropRootStep(msgspec.Struct, frozen=True):
     """Let the former root disk go."""
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonRebuildStep:
+class AbandonRebuildStep(msgspec.Struct, frozen=True):
     """Take back a rebuild: the VM keeps the root disk that it has."""
 
 
