@@ -160,8 +160,9 @@ def never_read_again_after_a_lost_reply() -> Iterator[None]:
 def no_operation_ends_with_a_delete() -> Iterator[None]:
     """The object goes, its operation stays under way."""
 
-    def removal(context: Any, stored: Any) -> list[Any]:
-        return [change for change in real(context, stored) if "Operation" not in str(type(change))]
+    def removal(context: Any, stored: Any, dependents: Any) -> list[Any]:
+        changes = real(context, stored, dependents)
+        return [change for change in changes if "Operation" not in str(type(change))]
 
     real = cascade._removal
     with patch.object(cascade, "_removal", removal):
