@@ -10,15 +10,18 @@ from chv.agent.references import referrers
 from chv.agent.tables import Tables
 from chv.agent.vm.cloning import HELPER
 from chv.agent.vm.desired import vm_of
+from chv.common.errors import ErrorData, FailedPrecondition
 from chv.common.wire.agent import OperationState
 from chv.common.wire.resources import Volume
 
 
-async def undo(context: Context, uid: str, why: str) -> bool:
+async def undo(context: Context, uid: str, why: str, code: str = "") -> bool:
     """Delete all that a clone has made whose snapshot was not taken; tell whether there was any.
 
-    One transaction: the clone's operation fails with the reason, and deletions by the node begin.
+    One transaction: the clone's operation fails with the reason and the code of the error, and
+    deletions by the node begin.
     """
+    error = ErrorData(code=code or FailedPrecondition.code, message=why)
     if not _made_with(context.ledger.tables, uid):
         return False
     async with context.ledger.writing() as tables:
@@ -31,7 +34,7 @@ async def undo(context: Context, uid: str, why: str) -> bool:
             current = context.operations.current(stored.uid)
             changes += [
                 PutObject(object=marked),
-                *context.operations.ending_open(current, OperationState.FAILED, why),
+                *context.operations.ending_open(current, OperationState.FAILED, why, error),
                 PutOperation(operation=operation),
             ]
         await context.ledger.commit_held(*changes)

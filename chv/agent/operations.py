@@ -13,7 +13,7 @@ from chv.agent.ledger import Ledger
 from chv.agent.progress import ProgressBook
 from chv.agent.records import FINAL_STATES, Change, PutOperation, PutStep, StoredObject
 from chv.common.clock import Clock, timestamp
-from chv.common.errors import ChvError, Conflict, ErrorData
+from chv.common.errors import ChvError, Conflict, ErrorData, FailedPrecondition
 from chv.common.ids import Ids
 from chv.common.wire.agent import Operation, OperationState, OperationStep
 
@@ -63,8 +63,10 @@ class Operations:
         message: str = "",
         error: ErrorData | None = None,
     ) -> list[Change]:
-        """Return the changes that end an operation."""
+        """Return the changes that end an operation; one that failed always has an error."""
         succeeded = state is OperationState.SUCCEEDED
+        if state is OperationState.FAILED and error is None:
+            error = FailedPrecondition(message).data()
         ended = _replace(
             operation,
             state=state,

@@ -201,6 +201,7 @@ class SnapshotFacts(Record):
     taken: bool = False
     consistency: str = ""
     failed: str = ""  # why it was not taken; final
+    failed_code: str = ""  # the code of that error; '' in records of before
     cancelling: bool = False  # the deletion is to be taken back
     stage: SaveStage = SaveStage.NONE
     saved: SavedVm | None = None

@@ -136,5 +136,7 @@ class SimpleReconciler:
         if operation.id != self._since[0]:
             self._since = (operation.id, now)
         elif now - self._since[1] > OPERATION_S:
-            message = f"no success within {OPERATION_S:.0f} s: {operation.message}"
-            await self._context.operations.end(operation.id, OperationState.FAILED, message)
+            error = DeadlineExceeded(f"no success within {OPERATION_S:.0f} s: {operation.message}")
+            await self._context.operations.end(
+                operation.id, OperationState.FAILED, error.message, error.data()
+            )

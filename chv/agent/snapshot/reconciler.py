@@ -109,8 +109,9 @@ class SnapshotReconciler(SimpleReconciler):
     async def _after_failure(self, stored: StoredObject, seen: Seen) -> Outcome:
         """What was not taken as asked for is left for people to look at; a clone is undone."""
         del seen
-        why = f"the snapshot of its source was not taken: {snapshot_facts(stored).failed}"
-        if await undo(self._context, self._uid, why):
+        facts = snapshot_facts(stored)
+        why = f"the snapshot of its source was not taken: {facts.failed}"
+        if await undo(self._context, self._uid, why, facts.failed_code):
             return Again()
         return Again() if await collect_helper(self._context, self._uid) else Done()
 
@@ -240,7 +241,8 @@ class SnapshotReconciler(SimpleReconciler):
                 return
             fix = f" ({error.hint})" if error.hint else ""
             failed = f"{error.message}{fix}"
-            facts = _replace(snapshot_facts(stored), failed=failed, stage=SaveStage.NONE)
+            known = snapshot_facts(stored)
+            facts = _replace(known, failed=failed, failed_code=error.code, stage=SaveStage.NONE)
             operation = tables.operations.get(self._serving)
             await ledger.commit_held(
                 PutFacts(uid=self._uid, facts=facts),

@@ -39,7 +39,7 @@ from chv.agent.vm.steps import (
     WaitStep,
 )
 from chv.common import logs
-from chv.common.errors import ChvError, OutcomeUnknown, ResourceExhausted
+from chv.common.errors import ChvError, DeadlineExceeded, OutcomeUnknown, ResourceExhausted
 from chv.common.process.records import WorkerRecord
 from chv.common.wire.agent import Operation, OperationState
 from chv.common.wire.agent_operations import QueuePlace
@@ -304,8 +304,10 @@ class VmReconciler:
         if operation.id != self._since[0]:
             self._since = (operation.id, now)
         elif now - self._since[1] > OPERATION_S:
-            message = f"no success within {OPERATION_S:.0f} s: {operation.message}"
-            await self._context.operations.end(operation.id, OperationState.FAILED, message)
+            error = DeadlineExceeded(f"no success within {OPERATION_S:.0f} s: {operation.message}")
+            await self._context.operations.end(
+                operation.id, OperationState.FAILED, error.message, error.data()
+            )
 
     # --- what accompanies the VM
 

@@ -117,6 +117,7 @@ async def test_a_clone_whose_snapshot_cannot_be_taken_leaves_nothing() -> None:
         final = await bench.final(reply.operation.id)
         assert final.state.value == "Failed"
         assert "the snapshot of its source was not taken" in final.message
+        assert final.error is not None and final.error.code == "FAILED_PRECONDITION"
         for kind, names in (
             ("VirtualMachine", ["two"]),
             ("Volume", ["two-data", "two-more"]),
