@@ -102,7 +102,7 @@ class Agent:
             ),
         )
         self.provider = choose_provider(layout)
-        self.console = ConsoleKeeper(layout, self.provider, self.ids)
+        self.console = ConsoleKeeper(layout, self.provider, self.ids, config.console)
         self.images = Images(layout.images, Path(config.images.cache_dir))
         self.seeds = Seeds(layout)
         settings = settings_of(config.vmm, os.environ)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from chv.common.config_console import ConsoleConfig
 from chv.common.config_metrics import MetricsConfig, tcp_address
 from chv.common.errors import Conflict, DataLoss, InvalidArgument, NotFound
 from chv.common.files import atomic_create, ensure_dir
@@ -165,6 +166,7 @@ class Config(_Table, frozen=True):
     images: ImagesConfig = msgspec.field(default_factory=ImagesConfig)
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
     census: CensusConfig = msgspec.field(default_factory=CensusConfig)
+    console: ConsoleConfig = msgspec.field(default_factory=ConsoleConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
 
 

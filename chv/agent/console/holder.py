@@ -16,18 +16,21 @@ import anyio
 import anyio.abc
 
 from chv import VERSION
+from chv.agent.console.bound import RecordingsBound
 from chv.agent.console.disk import Disk, Spool
 from chv.agent.console.log_stream import log_stream
 from chv.agent.console.recording import MARK_ATTACHED
 from chv.agent.console.viewers import Screen
 from chv.agent.console.wire import (
     ATTACH_CONSOLE,
+    BOUND_RECORDINGS,
     DETACH_CONSOLE,
     LIST_CONSOLES,
     METHODS,
     SHUT_DOWN,
     AttachConsole,
     AttachedConsoles,
+    BoundRecordings,
     DetachConsole,
 )
 from chv.common import logs
@@ -53,6 +56,7 @@ class Holder:
     def __init__(self, layout: Layout, tasks: anyio.abc.TaskGroup, disk: Disk) -> None:
         self._layout = layout
         self._disk = disk
+        self._bound = RecordingsBound(disk, layout.vm_state("x").parent)
         self._tasks = tasks
         self._lines: dict[str, anyio.CancelScope] = {}
         self._sought: set[str] = set()  # that ended a moment ago
@@ -70,6 +74,11 @@ class Holder:
             pid=os.getpid(),
             state="ready",
         )
+
+    async def bound(self, request: BoundRecordings) -> Done:
+        """Bound all recordings together."""
+        self._bound.set(request.bytes_max)
+        return Done()
 
     async def attach(self, request: AttachConsole) -> Done:
         """Connect and start recording; returns once connected."""
@@ -202,6 +211,7 @@ async def run(layout: Layout) -> None:
             server = Server("console", METHODS, allow_uids=allowed)
             server.add(HELLO, holder.hello)
             server.add(ATTACH_CONSOLE, holder.attach)
+            server.add(BOUND_RECORDINGS, holder.bound)
             server.add(DETACH_CONSOLE, holder.detach)
             server.add(LIST_CONSOLES, holder.attached)
             server.add(OPEN_LINE, holder.open_line)

@@ -17,15 +17,24 @@ import anyio
 
 from chv.agent.console.wire import (
     ATTACH_CONSOLE,
+    BOUND_RECORDINGS,
     DETACH_CONSOLE,
     LIST_CONSOLES,
     SHUT_DOWN,
     AttachConsole,
+    BoundRecordings,
     DetachConsole,
 )
 from chv.common import logs
 from chv.common.clock import SystemClock, timestamp
-from chv.common.errors import ChvError, DeadlineExceeded, FailedPrecondition, Unavailable
+from chv.common.config_console import ConsoleConfig
+from chv.common.errors import (
+    ChvError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Unavailable,
+    Unsupported,
+)
 from chv.common.ids import Ids
 from chv.common.layout import Layout
 from chv.common.process import (
@@ -55,7 +64,8 @@ NODE_UID = "00000000-0000-4000-8000-000000000000"
 class ConsoleKeeper:
     """Keeps a holder running and remembers which lines it has."""
 
-    def __init__(self, layout: Layout, provider: Provider, ids: Ids) -> None:
+    def __init__(self, layout: Layout, provider: Provider, ids: Ids, config: ConsoleConfig) -> None:
+        self._config = config
         self._layout = layout
         self._provider = provider
         self._ids = ids
@@ -125,6 +135,7 @@ class ConsoleKeeper:
         await self._ensure_process()
         async with connect(self._layout.socket(KIND)) as client:
             self._holder = await self._hello(client)
+            await self._bound(client)
             self._record = self._recorded(self._holder.pid)
             self._client, self._since = client, timestamp(SystemClock().now())
             self._restarts += 1
@@ -158,6 +169,14 @@ class ConsoleKeeper:
         log.warning("console.incompatible", error=refused.message)
         await self._end_holders()
         raise refused
+
+    async def _bound(self, client: Client) -> None:
+        """Give the bound; a holder of before there was one has none until it is restarted."""
+        bound = BoundRecordings(bytes_max=self._config.recordings_bytes_max)
+        try:
+            await client.call(BOUND_RECORDINGS, bound)
+        except Unsupported:
+            log.warning("console.unbounded", fix="chv daemon restart console")
 
     async def _ensure_process(self) -> None:
         """Return when a holder answers; starts one only where the scan proves there is none."""
@@ -217,6 +236,8 @@ class ConsoleKeeper:
                 worker_id=worker_id,
                 argv=argv,
                 cgroup=KIND,
+                # Its two threads share a heap: what is on every node must be small.
+                environment={"MALLOC_ARENA_MAX": "1"},
                 log_path=str(self._layout.logs / "console.log"),
             )
         )

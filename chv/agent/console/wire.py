@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from chv.common.rpc.method import Method
 from chv.common.wire.agent_console import OPEN_LINE
 from chv.common.wire.types import HELLO, Done, Empty, Message, PathText, Reply, Uid
@@ -24,6 +28,12 @@ class DetachConsole(Message, frozen=True, kw_only=True):
     vm_id: Uid
 
 
+class BoundRecordings(Message, frozen=True, kw_only=True):
+    """Keep all recordings of the node within so many bytes from now on."""
+
+    bytes_max: Annotated[int, Meta(ge=0, le=2**50)]
+
+
 class AttachedConsoles(Reply, frozen=True, kw_only=True):
     """VM ids whose serial line is connected right now."""
 
@@ -32,7 +42,10 @@ class AttachedConsoles(Reply, frozen=True, kw_only=True):
 
 ATTACH_CONSOLE = Method("AttachConsole", AttachConsole, Done)
 DETACH_CONSOLE = Method("DetachConsole", DetachConsole, Done)
+BOUND_RECORDINGS = Method("BoundRecordings", BoundRecordings, Done)
 LIST_CONSOLES = Method("ListConsoles", Empty, AttachedConsoles, mutating=False)
 SHUT_DOWN = Method("ShutDown", Empty, Done)
 
-METHODS = (HELLO, ATTACH_CONSOLE, DETACH_CONSOLE, LIST_CONSOLES, OPEN_LINE, SHUT_DOWN)
+METHODS = (
+    HELLO, ATTACH_CONSOLE, BOUND_RECORDINGS, DETACH_CONSOLE, LIST_CONSOLES, OPEN_LINE, SHUT_DOWN,
+)  # fmt: skip
