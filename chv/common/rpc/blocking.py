@@ -98,6 +98,10 @@ class BlockingClient:
         try:
             connection.sendall(envelope.encode_request(method.name, params, request_id, limit_s))
             reply = self._reply(request_id, method, limit_s, fds, on_event)
+        except _OfListener as failed:
+            _close_all(fds)
+            self.close()
+            raise failed.error from None
         except TimeoutError as error:
             raise self._lost(method, fds, DeadlineExceeded, f"no reply in {limit_s:g} s") from error
         except OSError as error:
@@ -167,7 +171,20 @@ class BlockingClient:
     ) -> None:
         if on_event is not None and incoming.method == method.event_name:
             event = envelope.decode_event(incoming.params)
-            on_event(envelope.decode_typed(method.events or dict, event.event, "event"))
+            decoded = envelope.decode_typed(method.events or dict, event.event, "event")
+            try:
+                on_event(decoded)
+            except OSError as error:
+                # Not the connection's: a reader of the output (head, less) has left, say.
+                raise _OfListener(error) from error
+
+
+class _OfListener(Exception):
+    """What a listener to events raised that a failing connection raises, too."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

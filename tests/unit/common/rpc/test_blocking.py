@@ -136,6 +136,16 @@ def test_events_come_in_order_before_the_result(socket_path: Path) -> None:
     assert (seen, result.text) == (["0", "1", "2"], "end")
 
 
+def test_what_a_listener_raises_is_not_taken_for_the_connection(socket_path: Path) -> None:
+    def closed(_: object) -> None:
+        raise BrokenPipeError(32, "the reader of our output has left")
+
+    with BlockingClient(socket_path) as client:
+        with pytest.raises(BrokenPipeError):
+            client.stream(WATCH, Ask(), closed)
+        assert client.call(ECHO, Ask()).text  # on a new connection
+
+
 def test_events_of_a_plain_call_are_not_its_result(socket_path: Path) -> None:
     with BlockingClient(socket_path) as client:
         assert client.call(WATCH, Ask()).text == "end"
