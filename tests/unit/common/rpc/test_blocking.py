@@ -143,7 +143,7 @@ def test_what_a_listener_raises_is_not_taken_for_the_connection(socket_path: Pat
     with BlockingClient(socket_path) as client:
         with pytest.raises(BrokenPipeError):
             client.stream(WATCH, Ask(), closed)
-        assert client.call(ECHO, Ask()).text  # on a new connection
+        assert client.call(ECHO, Ask("again")).text == "again"  # on a new connection
 
 
 def test_events_of_a_plain_call_are_not_its_result(socket_path: Path) -> None:
