@@ -98,7 +98,7 @@ VM_CONDITIONS: tuple[ConditionRule, ...] = (
         evidence="the banner that the guest sent on port 22, asked for through nwd",
         time=Time.HEARD,
         stale_s=SSH_S,
-        standing=("Banner", "PortNotDeclared", "NotRunning"),
+        standing=("Banner", "NoInterface", "PortNotDeclared", "NotRunning"),
         passing={"NoBanner": Passing(300.0, "it stays False; `chv logs vm/NAME`")},
         unknown={
             "NotProbedYet": "the agent has not asked this boot yet",

@@ -24,6 +24,10 @@ from chv.common.wire.resources import (
     VirtualMachine,
 )
 
+SSH_NEEDS = {  # reason of SSHReady -> what is missing, and in which field
+    "PortNotDeclared": ("22 is not in spec.guestPorts", "spec.guestPorts"),
+    "NoInterface": ("the VM has no interface", "spec.interfaces"),
+}
 NEEDS_A_VMM = frozenset(VM_CONDITIONS) - {"Paused", "StorageLost"}
 
 
@@ -230,12 +234,11 @@ def _refuse_held(stored: StoredObject, request: api.WaitCondition, *, held: bool
     if held and reasons.get("VMMRunning") == "HeldByNode" and _needs_a_vmm(request):
         shown = next(each for each in conditions if each.type == "VMMRunning")
         raise FailedPrecondition(shown.message, resource=stored.title, hint="chv node resume")
-    undeclared = reasons.get("SSHReady") == "PortNotDeclared"
-    if undeclared and request.condition == "SSHReady" and request.status == "True":
+    missing = SSH_NEEDS.get(reasons.get("SSHReady", ""))
+    if missing is not None and request.condition == "SSHReady" and request.status == "True":
+        why, field = missing
         raise FailedPrecondition(
-            "SSH is not looked for: 22 is not in spec.guestPorts",
-            resource=stored.title,
-            field="spec.guestPorts",
+            f"SSH is not looked for: {why}", resource=stored.title, field=field
         )
 
 

@@ -17,7 +17,7 @@ from chv.common.wire.resources import KIND_ALIASES, Condition, ConditionStatus, 
 # These are well while they are False.
 WELL_WHEN_FALSE = frozenset({"Paused", "StorageLost", "RestartRequired"})
 # These say only that something else is not there, or was not looked at yet.
-CONSEQUENCES = frozenset({"NotRunning", "NotProbedYet", "PortNotDeclared"})
+CONSEQUENCES = frozenset({"NotRunning", "NotProbedYet", "NoInterface", "PortNotDeclared"})
 GOOD_PHASES = frozenset({"Ready", "Attached", "Running"})
 FIXES_MAX = 6
 WORD_MAX = 8  # a longer kind is typed by its alias

@@ -64,7 +64,7 @@ def facts_after(
 ) -> VmFacts:
     """Return the facts after the end of the VMM; `crashes` with this one, where it is one."""
     follow = follows.follow
-    restarted = follow is Follow.RESTART or ending.kind is EndKind.RESTART
+    by_itself = follow is Follow.RESTART and ending.kind is not EndKind.RESTART
     given_up = facts.given_up
     if ending.kind is EndKind.RESTORE_FAILED:
         given_up = f"it was not restored: {ending.reason}; its disks are those of the snapshot"
@@ -81,7 +81,7 @@ def facts_after(
         saving="",
         started=facts.started and follow not in (Follow.HALT, Follow.REST),
         given_up=given_up,
-        restarts=facts.restarts + (1 if restarted else 0),
+        restarts=facts.restarts + (1 if by_itself else 0),
         last_stop=describe(ending, moment),
         crashes=crashes,
         backoff_s=follows.delay_s,

@@ -296,6 +296,8 @@ def _ssh_ready(picture: Picture) -> Condition:
         return condition("SSHReady", None, "NotHeard", message, heard.ssh)
     if heard.ssh:
         return condition("SSHReady", True, "Banner", evidence=heard.ssh, at=heard.ssh_at)
+    if not vm_of(picture.stored).spec.interfaces:
+        return condition("SSHReady", False, "NoInterface", "spec.interfaces has none")
     if 22 not in vm_of(picture.stored).spec.guest_ports:
         return condition("SSHReady", False, "PortNotDeclared", "22 is not in spec.guestPorts")
     if not heard.asked and not picture.sight.vm.network_known:
