@@ -18,7 +18,7 @@ nox.options.stop_on_first_error = False
 
 CODE = ("chv", "tests", "benchmarks", "noxfile.py")
 # What CI takes of each count; the full ones are `long`.
-SIM_SCHEDULES_CI = "520"
+SIM_SCHEDULES_CI = "260"
 # Two files at once: every test has an instance of its own, and most of them wait for a guest.
 PARALLEL = ("-n", "2", "--dist", "loadfile")
 SIM_SCHEDULES_LONG = "5000"

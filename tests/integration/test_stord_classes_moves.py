@@ -198,7 +198,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("point", sampled(POINTS, 4, seed=10))
+@pytest.mark.parametrize("point", sampled(POINTS, 2, seed=10))
 async def test_a_kill_at_any_step_of_a_move_to_a_server_is_not_noticed(point: str) -> None:
     async with node_at("nbd", failpoints=f"stord.{point}=kill") as (node, place):
         volume, vm = IDS.uid(), IDS.uid()
