@@ -168,6 +168,7 @@ def test_frames_are_not_written_to_a_terminal(node: LiveNode) -> None:
 
 
 def test_statistics_name_the_reason_of_drops(node: LiveNode) -> None:
+    node.await_state("TenantReady")
     node.cli("net", "explain", "hello", "1.1.1.1:443")
     for target in ("hello", "vm/hello", "network/lan", "lan"):
         reply = json.loads(node.cli("net", "stats", target, "-o", "json").stdout)
